@@ -1,0 +1,34 @@
+"""Every private torch name that the library uses, in one place.
+
+Tested on torch 2.13. They exist from 2.11 to 2.14, as far as their sources tell.
+"""
+
+from torch._dynamo.source import ConstantSource
+from torch._export.utils import _compiling_state_context as compiling_state
+from torch._functorch import config as functorch_config
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.nn.utils.stateless import _reparametrize_module as reparametrize
+
+__all__ = [
+    "ConstantSource",
+    "DimDynamic",
+    "FakeTensor",
+    "FakeTensorMode",
+    "ShapeEnv",
+    "StatelessSymbolicContext",
+    "TracingContext",
+    "aot_export_joint_with_descriptors",
+    "compiling_state",
+    "functorch_config",
+    "inductor_config",
+    "reparametrize",
+    "tracing",
+]

@@ -1,0 +1,335 @@
+"""Capture: `nn.Module` and example arguments to AOTAutograd's joint forward and backward graph.
+
+The module's own forward is traced on fake tensors, without Dynamo, as a function of its parameters,
+buffers and tensor arguments. A parameter that is registered under several names is one input, so its
+gradient is summed in the order in which autograd sums it.
+
+Which outputs receive a gradient is fixed at capture: those that `gradient_outputs` names; by default the
+0-dimensional ones if there are any (a loss), else all that require one.
+
+Routes, in this order; the first that succeeds is taken and named:
+    DIRECT    trace as is.
+    REAL      trace with real values carried along, so that data-dependent branches are taken as the
+              example takes them. Only with real example tensors, only if no size stays unknown.
+
+Not handled, refused with `UnsupportedGraphError`: recurrent layers (torch 2.13 loses the dropout
+between their layers when it captures them), outputs that are views of inputs, control flow that
+depends on data, tensor subclasses. Symbolic sizes are taken on the DIRECT route only.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ._torch import (
+    FakeTensorMode,
+    ShapeEnv,
+    TracingContext,
+    aot_export_joint_with_descriptors,
+    compiling_state,
+    functorch_config,
+    inductor_config,
+    reparametrize,
+    tracing,
+)
+from .errors import UnsupportedGraphError
+from .fake import Dynamic, fake_tensors
+from .origin import record_origins
+from .structure import put_tensors, take_tensors
+
+
+class Route(StrEnum):
+    """How a graph was captured."""
+
+    DIRECT = "direct"
+    REAL = "real values"
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A joint graph, and how its inputs and outputs map to the module's."""
+
+    joint: fx.GraphModule
+    """Placeholders: parameters, buffers, tensor arguments, tangents. Outputs: mutated inputs, results,
+    gradients. All carry ``meta["desc"]``."""
+    parameters: tuple[str, ...]
+    """Name of each parameter input (its first, if it has several)."""
+    buffers: tuple[str, ...]
+    """Name of each buffer input."""
+    arguments: int
+    """Number of tensor arguments."""
+    argument_pattern: object
+    """`(args, kwargs)` with its tensors taken out; see `ir.structure`."""
+    output_pattern: object
+    """The module's output with its tensors taken out."""
+    requires_grad: tuple[bool, ...]
+    """Per output tensor: it requires a gradient in eager."""
+    gradient_outputs: tuple[int, ...]
+    """Output tensors that receive a gradient, in the order of the tangents."""
+    symbols: Mapping[str, str]
+    """Name of each symbol in the graph, to the user's name for it."""
+    route: Route
+
+
+class _Functional(nn.Module):
+    """The user's module as a function of its tensors; does not own the module, so names stay ours."""
+
+    def __init__(
+        self, module: nn.Module, forward: Callable[..., Any], tensors: "_Tensors", pattern: object
+    ) -> None:
+        super().__init__()
+        self.hidden = (module, forward)
+        self.p = nn.ParameterList(tensors.parameters)
+        for i, buffer in enumerate(tensors.buffers):
+            self.register_buffer(f"b{i}", buffer)
+        self.names = tensors.names
+        self.pattern = pattern
+        self.gradient_outputs: str | tuple[int, ...] = "auto"
+        self.output: tuple[object, tuple[bool, ...], tuple[int, ...]] | None = None
+
+    def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
+        module, forward = self.hidden
+        swapped: dict[str, torch.Tensor] = {
+            name: self.p[i] if kind == "p" else getattr(self, f"b{i}")
+            for name, (kind, i) in self.names.items()
+        }
+        args, kwargs = put_tensors(self.pattern, arguments)
+        with reparametrize(module, swapped):
+            output = forward(*args, **kwargs)
+        tensors, pattern = take_tensors(output)
+        requires_grad = tuple(tensor.requires_grad for tensor in tensors)
+        chosen = choose_gradient_outputs(tensors, self.gradient_outputs)
+        self.output = (pattern, requires_grad, chosen)
+        return [t if i in chosen else t.detach() for i, t in enumerate(tensors)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    parameters: list[nn.Parameter]
+    buffers: list[torch.Tensor]
+    names: dict[str, tuple[str, int]]
+    """Every registered name -> ("p" or "b", index)."""
+    parameter_names: tuple[str, ...]
+    buffer_names: tuple[str, ...]
+
+
+def choose_gradient_outputs(
+    tensors: list[torch.Tensor], asked: str | tuple[int, ...]
+) -> tuple[int, ...]:
+    """Indices of the outputs that receive a gradient.
+
+    Args:
+        tensors: tensors of the module's output, in order.
+        asked: indices, "all", or "auto": the 0-dimensional ones if there are any, else all.
+    """
+    possible = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
+    if asked == "auto":
+        return tuple(i for i in possible if tensors[i].dim() == 0) or possible
+    return possible if asked == "all" else tuple(i for i in possible if i in asked)
+
+
+def named_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
+    """Parameters and buffers of `module`, each once, under the first of its names."""
+    return dict(module.named_parameters()), dict(module.named_buffers())
+
+
+def _fake_state(module: nn.Module, mode: FakeTensorMode) -> _Tensors:
+    """Fakes of all parameters and buffers; one fake for a tensor that has several names."""
+    parameters, buffers = named_tensors(module)
+    index = {id(p): ("p", i) for i, p in enumerate(parameters.values())}
+    index |= {id(b): ("b", i) for i, b in enumerate(buffers.values())}
+    names = {
+        name: index[id(tensor)]
+        for source in (
+            module.named_parameters(remove_duplicate=False),
+            module.named_buffers(remove_duplicate=False),
+        )
+        for name, tensor in source
+    }
+    fakes, _ = fake_tensors(mode, [*parameters.values(), *buffers.values()])
+    count = len(parameters)
+    wrapped = [
+        nn.Parameter(fake, requires_grad=p.requires_grad)
+        for fake, p in zip(fakes[:count], parameters.values(), strict=True)
+    ]
+    return _Tensors(wrapped, fakes[count:], names, tuple(parameters), tuple(buffers))
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuse modules whose capture is known to be wrong or impossible."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.RNNBase):
+            raise UnsupportedGraphError(
+                f"{name or 'the model'} is an nn.{type(child).__name__}. torch loses the dropout between "
+                "its layers when it captures recurrent layers, so a plan would train another model. "
+                "Leave the model as it is, or optimise its other parts one by one."
+            )
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if type(tensor) not in (nn.Parameter, torch.Tensor) and not is_fake(tensor):
+            raise UnsupportedGraphError(
+                f"{name} is a {type(tensor).__name__}, a tensor subclass; plans hold plain tensors only. "
+                "Call optimize_checkpoints before sharding or quantising the model."
+            )
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """The tensor has no data: it is fake or on the meta device."""
+    return tensor.is_meta or isinstance(tensor.data, torch._subclasses.FakeTensor)
+
+
+@contextlib.contextmanager
+def _untouched_random_state() -> Iterator[None]:
+    """Leave torch's and Python's random streams as they were."""
+    with torch.random.fork_rng(devices=[]):
+        state = random.getstate()
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    forward: Callable[..., Any] | None = None,
+    gradient_outputs: str | tuple[int, ...] = "auto",
+    dynamic: Dynamic | None = None,
+) -> Capture:
+    """Trace one training step of `module` on fake tensors.
+
+    Args:
+        module: in the mode (train or eval of each submodule) in which it is to be captured.
+        args: example positional arguments; tensors may be real, fake or on the meta device.
+        kwargs: example keyword arguments.
+        forward: what to trace; `module.forward` if None.
+        gradient_outputs: "auto", "all", or indices of output tensors; see `choose_gradient_outputs`.
+        dynamic: sizes to keep symbolic, by argument name: ``{"input_ids": {0: "batch", 1: "seq"}}``.
+
+    Raises:
+        UnsupportedGraphError: no route captures it; names the user's line and what to do.
+    """
+    check_module(module)
+    tensors, pattern = take_tensors((args, dict(kwargs or {})))
+    real = not any(is_fake(t) for t in tensors)
+    routes = [Route.DIRECT] + ([Route.REAL] if real and not dynamic else [])
+    first: Exception | None = None
+    for route in routes:
+        try:
+            with _untouched_random_state():
+                return _capture(
+                    module, forward or module.forward, tensors, pattern, gradient_outputs, dynamic, route
+                )
+        except UnsupportedGraphError:
+            raise
+        except Exception as error:  # torch raises dozens of types here; the first is the telling one
+            first = first or error
+    assert first is not None
+    raise _explain(first) from first
+
+
+def _capture(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    tensors: list[torch.Tensor],
+    pattern: object,
+    gradient_outputs: str | tuple[int, ...],
+    dynamic: Dynamic | None,
+    route: Route,
+) -> Capture:
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    state = _fake_state(module, mode)
+    names = argument_names(forward, pattern)
+    fakes, symbols = fake_tensors(mode, tensors, names, dynamic, real=route is Route.REAL)
+    functional = _Functional(module, forward, state, pattern)
+    functional.gradient_outputs = gradient_outputs
+    functional.train()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            functorch_config.patch(fake_tensor_propagate_real_tensors=route is Route.REAL)
+        )
+        # Without this, graph clean-up drops random ops whose results are unused, and shifts the stream.
+        stack.enter_context(inductor_config.patch(fallback_random=True))
+        stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(compiling_state())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(record_origins(module))
+        descriptors = aot_export_joint_with_descriptors(stack, functional, tuple(fakes), {})
+    assert functional.output is not None
+    output_pattern, requires_grad, chosen = functional.output
+    if not chosen:
+        raise UnsupportedGraphError(
+            "no output of the model requires a gradient, so there is no training step to plan. "
+            "Is every parameter frozen, or did the forward run under no_grad?"
+        )
+    result = Capture(
+        joint=descriptors.graph_module,
+        parameters=state.parameter_names,
+        buffers=state.buffer_names,
+        arguments=len(tensors),
+        argument_pattern=pattern,
+        output_pattern=output_pattern,
+        requires_grad=requires_grad,
+        gradient_outputs=chosen,
+        symbols=symbols,
+        route=route,
+    )
+    if route is Route.REAL:
+        _refuse_unknown_sizes(result.joint)
+    return result
+
+
+def argument_names(forward: Callable[..., Any], pattern: object) -> list[str]:
+    """Parameter name of `forward` that each tensor argument belongs to, in order."""
+    import inspect
+
+    args, kwargs = pattern  # type: ignore[misc]
+    signature = inspect.signature(forward)
+    bound = signature.bind_partial(*args, **kwargs).arguments
+    positions = {id(value): name for name, value in bound.items()}
+    names: list[str] = []
+    for value in [*args, *kwargs.values()]:
+        holes = torch.utils._pytree.tree_leaves(value)
+        count = sum(type(hole).__name__ == "_Hole" for hole in holes)
+        names += [positions.get(id(value), "")] * count
+    return names
+
+
+def _refuse_unknown_sizes(joint: fx.GraphModule) -> None:
+    for node in joint.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and any(
+            isinstance(n, torch.SymInt) and n.node.hint is None for n in value.shape
+        ):
+            raise UnsupportedGraphError(
+                f"the size of {node.name} depends on data ({list(value.shape)}), so its memory is not "
+                "known beforehand. Leave that part of the model out of the plan."
+            )
+
+
+def _explain(error: Exception) -> UnsupportedGraphError:
+    """The error with the user's line in front: the last frame outside torch."""
+    import traceback
+
+    import torch as torch_package
+
+    root = str(torch_package.__path__[0])
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((root, __file__, "<")) and "/ir/" not in frame.filename
+    ]
+    where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown line"
+    reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+    return UnsupportedGraphError(
+        f"the model could not be captured.\n  at {where}\n  {type(error).__name__}: {reason}\n"
+        "Values of tensors must not decide what the forward does (`if tensor:`, `.item()`, loops over "
+        "data). Move such code out of the model, or optimise the parts around it one by one."
+    )

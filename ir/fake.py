@@ -1,0 +1,75 @@
+"""Fake twins of tensors: sizes, strides, types and device, no data.
+
+A tensor without data (meta, or fake already) gets a fake on the CPU. Sizes that `dynamic` names become
+symbols, one per name.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ._torch import (
+    ConstantSource,
+    DimDynamic,
+    FakeTensorMode,
+    StatelessSymbolicContext,
+)
+
+Dynamic = Mapping[str, Mapping[int, str]]
+"""Argument name -> dimension -> the user's name for its size."""
+
+
+def fake_tensors(
+    mode: FakeTensorMode,
+    tensors: Sequence[torch.Tensor],
+    names: Sequence[str] = (),
+    dynamic: Dynamic | None = None,
+    *,
+    real: bool = False,
+) -> tuple[list[torch.Tensor], dict[str, str]]:
+    """Fakes of `tensors` in `mode`, and the user's name of each symbol made for them.
+
+    Args:
+        mode: the fake mode that will own them.
+        tensors: real, fake or meta tensors.
+        names: argument name of each tensor; needed for `dynamic`.
+        dynamic: which sizes become symbols.
+        real: let the fakes carry their real values along.
+    """
+    fakes: list[torch.Tensor] = []
+    symbols: dict[str, torch.SymInt] = {}
+    for i, tensor in enumerate(tensors):
+        wanted = (dynamic or {}).get(names[i], {}) if names else {}
+        if wanted:
+            fake = _symbolic(mode, tensor, f"{names[i]}_{i}", wanted)
+            for dim, name in wanted.items():
+                size = fake.shape[dim]
+                if name in symbols:
+                    torch._check(size == symbols[name])
+                elif isinstance(size, torch.SymInt):
+                    symbols[name] = size
+        elif real:
+            fake = mode.from_tensor(tensor.detach(), static_shapes=True)
+        else:
+            fake = _static(mode, tensor)
+        fakes.append(fake.requires_grad_(tensor.requires_grad))
+    return fakes, {str(size.node.expr): name for name, size in symbols.items()}
+
+
+def _static(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    device = "cpu" if tensor.is_meta else tensor.device
+    with mode:
+        return torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+        )
+
+
+def _symbolic(
+    mode: FakeTensorMode, tensor: torch.Tensor, source: str, wanted: Mapping[int, str]
+) -> torch.Tensor:
+    context = StatelessSymbolicContext(
+        dynamic_sizes=[
+            DimDynamic.DYNAMIC if dim in wanted else DimDynamic.STATIC for dim in range(tensor.dim())
+        ]
+    )
+    return mode.from_tensor(tensor.detach(), source=ConstantSource(source), symbolic_context=context)
