@@ -1,5 +1,17 @@
 """The rematerialization problem as plain integers, and the solvers that share one signature."""
 
+from .evaluate import Evaluation, evaluate
 from .problem import BoundClass, Limits, Op, Problem, Solution, Status
+from .windows import solve_windows
 
-__all__ = ["BoundClass", "Limits", "Op", "Problem", "Solution", "Status"]
+__all__ = [
+    "BoundClass",
+    "Evaluation",
+    "Limits",
+    "Op",
+    "Problem",
+    "Solution",
+    "Status",
+    "evaluate",
+    "solve_windows",
+]

@@ -100,6 +100,10 @@ class Limits:
     """Stop when cost - bound <= gap * baseline cost. 0.01 is one point of step time."""
 
 
+DEFAULT_LIMITS = Limits()
+"""A minute, and a proof."""
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """A schedule, and what is proven of it."""

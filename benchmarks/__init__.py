@@ -1,0 +1,1 @@
+"""Side-by-side runs against other systems; each prints a table."""

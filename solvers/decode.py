@@ -1,0 +1,223 @@
+"""Run the program under a plan and a budget: which executions happen, in which order.
+
+The program's ops run in order. A storage that is read and absent is recomputed then and there, with what
+that needs (lazily, as DTR does: Kirisame et al., ICLR 2021). Two things make storages absent:
+    (1) at each instant of the `Windows`, everything that they do not keep is dropped;
+    (2) while the bytes exceed the budget, the storage with the least h is dropped, where
+        h = (cost to have it back) / (size · ops until it is read next);
+        storages that nothing needs any more, or not before they are dropped under (1), go first.
+Without windows this is an offline variant of DTR; without a budget it is the plain decoding of a plan.
+
+The bytes counted here are those of the storages present, which may be dead already, so they are never
+less than the evaluator's, except where a held instance is doubled by a repetition. The evaluator decides.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+from .index import Index
+from .problem import Problem
+from .window_model import Windows
+
+LONGEST = 40
+"""Executions per op at which a run is given up: it evicts in circles."""
+DEEPEST = 60
+"""Recomputations of storages evicted during recomputation, nested, at which a run is given up."""
+FARTHEST = 64
+"""Absent ancestors that are looked at when the cost to have a storage back is estimated."""
+
+
+class _GaveUp(Exception):
+    """The budget cannot be kept by this run."""
+
+
+def decode(
+    problem: Problem, table: Index, windows: Windows | None, budget: int | None
+) -> tuple[int, ...]:
+    """The schedule of such a run; empty if it cannot keep the budget.
+
+    Args:
+        problem: the ops and sizes; its own budget is not looked at.
+        table: of the same ops.
+        windows: what to drop where; None to drop for the budget alone.
+        budget: bytes, None for no limit.
+    """
+    run = _Run(problem, table, windows, budget)
+    try:
+        for t in range(len(problem.ops)):
+            run.first(t)
+    except _GaveUp:
+        return ()
+    return tuple(run.schedule)
+
+
+class _Run:
+    """What is present while the program runs."""
+
+    def __init__(
+        self, problem: Problem, table: Index, windows: Windows | None, budget: int | None
+    ) -> None:
+        self.problem = problem
+        self.table = table
+        self.windows = windows or Windows((), (), ())
+        self.budget = budget
+        self.schedule: list[int] = []
+        self.present: dict[int, None] = {}
+        """Storages; a dict, because it keeps the order in which they were written."""
+        self.used = problem.resident
+        """Bytes of the storages present, and the resident ones."""
+        self.now = 0
+        """Op whose first execution runs or comes next."""
+        self.window = -1
+        """Index of the last instant that has passed."""
+        self.repeatable = [self._may_repeat(v) for v in range(len(problem.ops))]
+
+    def _may_repeat(self, v: int) -> bool:
+        """A random op is repeated only where the plan says so, or its state takes less than it frees."""
+        op = self.problem.ops[v]
+        if not op.candidate or op.state is None:
+            return op.candidate
+        if self.windows.instants:
+            return any(v in again for again in self.windows.repeated)
+        return self.problem.sizes[op.state] < sum(self.problem.sizes[s] for s in op.writes)
+
+    def first(self, t: int) -> None:
+        """Execute op t for the first time, then drop what the plan drops there."""
+        self.now = t
+        at = bisect_left(self.windows.instants, t)
+        instant = at < len(self.windows.instants) and self.windows.instants[at] == t
+        if instant and at > 0:
+            again = self.windows.repeated[at - 1]
+            writer = self.table.writer
+            wanted = [s for s in sorted(self.windows.kept[at]) if writer[s] in again]
+            self.ensure(wanted, (), 0)
+        self.execute(t, (), 0)
+        if instant:
+            self.window = at
+            for s in list(self.present):
+                # Of size 0, or the state of an op that is not in the plan: nothing to gain.
+                if self.problem.sizes[s] and s not in self.windows.kept[at]:
+                    self.drop(s)
+
+    def ensure(self, wanted: Iterable[int], pinned: tuple[int, ...], depth: int) -> None:
+        """Recompute the absent ones of `wanted`, in program order, and keep them until the last is there."""
+        absent = [s for s in wanted if s not in self.present]
+        if not absent:
+            return
+        if depth > DEEPEST:
+            raise _GaveUp
+        ops: set[int] = set()
+        while absent:
+            v = self.table.writer[absent.pop()]
+            if v in ops:
+                continue
+            if not self.repeatable[v]:
+                raise _GaveUp
+            ops.add(v)
+            absent += [s for s in self._reads_again(v) if s not in self.present]
+        pins = (*pinned, *wanted)
+        for v in sorted(ops):
+            self.execute(v, pins, depth + 1)
+
+    def _reads_again(self, v: int) -> tuple[int, ...]:
+        op = self.problem.ops[v]
+        return op.reads if op.state is None else (*op.reads, op.state)
+
+    def execute(self, v: int, pinned: tuple[int, ...], depth: int) -> None:
+        """One execution of op v, with what it reads made present and room made for what it writes."""
+        op, sizes = self.problem.ops[v], self.problem.sizes
+        again = v < self.now
+        reads = self._reads_again(v) if again else op.reads
+        self.ensure(reads, (*pinned, *reads), depth)
+        writes = op.writes
+        if op.state is not None and not again and self.repeatable[v]:
+            writes = (*writes, op.state)
+        new = [s for s in writes if s not in self.present]
+        more = sum(sizes[s] for s in new)
+        scratch = op.scratch + (op.repeat_scratch if again else 0)
+        if self.budget is not None:
+            self.make_room(self.budget - more - scratch, {*pinned, *reads, *writes})
+        if len(self.schedule) >= LONGEST * len(self.problem.ops):
+            raise _GaveUp
+        self.schedule.append(v)
+        self.used += more
+        self.present.update(dict.fromkeys(new))
+
+    def drop(self, s: int) -> None:
+        """Make a storage absent, unless it is held."""
+        held = self.problem.held[s]
+        if held < self.now:
+            del self.present[s]
+            self.used -= self.problem.sizes[s]
+
+    def make_room(self, room: int, pinned: set[int]) -> None:
+        """Drop storages until those present take at most `room` bytes."""
+        if self.used <= room:
+            return
+        scores: list[tuple[float, int]] = []
+        for s in self.present:
+            if self.problem.sizes[s] and s not in pinned and self.problem.held[s] < self.now:
+                scores.append((self.score(s), s))
+        for score, s in sorted(scores):
+            if score == float("inf"):
+                break
+            # Others were dropped since it was scored: it may have become the last of its kind.
+            if score >= 0 and self.price(s) == float("inf"):
+                continue
+            self.drop(s)
+            if self.used <= room:
+                return
+        raise _GaveUp
+
+    def score(self, s: int) -> float:
+        """The h of a present storage: negative if it may go for nothing, infinite if it must stay."""
+        following = self.next_read(s)
+        if self.table.need[s] < self.now:
+            return -2.0
+        serves = [
+            self.next_read(x)
+            for c in self.table.readers[s]
+            if c < self.now and self.repeatable[c]
+            for x in self.problem.ops[c].writes
+            if x not in self.present and self.table.need[x] >= self.now
+        ]
+        if following == float("inf") and not serves:
+            return -1.0
+        price = self.price(s)
+        if price == float("inf"):
+            return price
+        distance = min(following, *serves) if serves else following
+        distance = min(distance, float(len(self.problem.ops)))
+        unplanned = self.window >= 0 and not self.planned(s)
+        value = (price + 1e-3) / (self.problem.sizes[s] * (distance - self.now + 1))
+        return value * 1e-9 if unplanned else value
+
+    def planned(self, s: int) -> bool:
+        """The plan reads it in this window, or keeps it at the next instant."""
+        k = self.window
+        instants = self.windows.instants
+        end = instants[k + 1] if k + 1 < len(instants) else len(self.problem.ops)
+        if self.next_read(s) <= end or (k + 1 < len(instants) and s in self.windows.kept[k + 1]):
+            return True
+        return any(c in self.windows.repeated[k] for c in self.table.readers[s])
+
+    def next_read(self, s: int) -> float:
+        """First op from now on whose first execution reads it; infinite if there is none."""
+        readers = self.table.readers[s]
+        at = bisect_right(readers, self.now - 1)
+        return readers[at] if at < len(readers) else float("inf")
+
+    def price(self, s: int) -> float:
+        """Cost to have a storage back once it is dropped; infinite if it could not be."""
+        total, seen, stack = 0, set[int](), [s]
+        while stack:
+            v = self.table.writer[stack.pop()]
+            if v in seen:
+                continue
+            if not self.repeatable[v]:
+                return float("inf")
+            seen.add(v)
+            total += self.problem.ops[v].cost
+            if len(seen) < FARTHEST:
+                stack += [x for x in self._reads_again(v) if x not in self.present or x == s]
+        return total

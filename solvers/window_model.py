@@ -1,0 +1,249 @@
+"""The window model: memory is enforced exactly at a few instants, recomputation is summed between them.
+
+Instants t_1 < .. < t_K are first executions; window k is what runs after t_k, up to and including the
+first execution of t_{k+1} (of the last op for k = K). Storage s has size m_s and writer w(s).
+
+Variables.
+    S[s,k] = 1 if an instance of storage s is alive while t_k executes.
+    R[v,k] = 1 if op v, first executed at or before t_k, is executed again in window k.
+
+Objective.
+    min Σ cost_v · R[v,k]
+
+Constraints.
+    (1) Σ_s m_s · S[s,k] <= budget - resident - scratch(t_k)                       → _memory_rows
+    (2) S[s,k] = 1 where s is forced during t_k (`index.py`, definition 3) or m_s = 0   → _residency
+    (3) S[s,k] + R[w(s),k] >= 1  if a first execution in window k reads s           → _reads_of_first
+    (4) R[v,k] <= S[s,k] + R[w(s),k]  for s in reads(v)                            → _reads_of_repeated
+        R[v,k] <= S[state(v),k]
+    (5) S[s,k+1] <= S[s,k] + R[w(s),k];  S[state,k+1] <= S[state,k]                 → _carry_rows
+    No R[v,k] for an op that is not a candidate, nor where repeating it cannot serve anything.
+
+Every feasible schedule, with any number of recomputations in any order, maps to a solution that costs no
+more, so the model's bound holds for all of them. The converse fails: memory between the instants is not
+looked at, so a solution must be decoded, and evaluated exactly.
+
+The model follows the "few peaks" idea measured in the project's notes; with K = n it is Checkmate's (Jain
+et al., MLSys 2020) without the memory rows inside a stage. Solved by HiGHS through OR-Tools MathOpt. Memory
+rows are divided by their right-hand side and costs are in percent of the baseline, because HiGHS accepts a
+row that is violated by 1e-6.
+"""
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ortools.math_opt.python import mathopt
+
+from remat.ir import SolverError
+
+from .index import Index
+from .problem import Problem
+
+FLOOR_PERCENT = 5e-5
+"""Absolute gap at which HiGHS may stop, in percent of the baseline; finer than any cost model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """An answer of the model: what is kept at each instant and repeated after it."""
+
+    instants: tuple[int, ...]
+    """Ops, ascending."""
+    kept: tuple[frozenset[int], ...]
+    """Per instant: storages with S = 1 (those of size 0 and those that serve nothing are left out)."""
+    repeated: tuple[frozenset[int], ...]
+    """Per instant: ops with R = 1 in the window that it opens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one solve gave."""
+
+    windows: Windows | None
+    """None if no solution was found."""
+    bound: float
+    """Proven lower bound on the objective, in the problem's unit of time."""
+    infeasible: bool
+    """Proven to have no solution."""
+    timed_out: bool
+    """The clock stopped it."""
+
+
+@dataclass(slots=True)
+class _Model:
+    """The MathOpt model while it is built."""
+
+    problem: Problem
+    table: Index
+    instants: Sequence[int]
+    model: mathopt.Model = field(default_factory=mathopt.Model)
+    s: list[dict[int, mathopt.Variable | None]] = field(default_factory=list)
+    """Per window: storage to its variable, None where S is fixed to 1."""
+    r: list[dict[int, mathopt.Variable]] = field(default_factory=list)
+    """Per window: op to its variable."""
+
+    def available(self, s: int, k: int) -> list[mathopt.Variable] | None:
+        """The variables of which one must be 1 for s to be readable in window k; None if it is."""
+        kept = self.s[k].get(s)
+        if kept is None and s in self.s[k]:
+            return None
+        again = self.r[k].get(self.table.writer[s])
+        return [x for x in (kept, again) if x is not None]
+
+    def at_most(self, x: mathopt.Variable | None, sources: list[mathopt.Variable] | None) -> None:
+        """Add x <= Σ sources, where x None means 1 and sources None means no limit."""
+        if sources is None:
+            return
+        row = self.model.add_linear_constraint(lb=1.0 if x is None else 0.0)
+        for source in sources:
+            row.set_coefficient(source, 1.0)
+        if x is not None:
+            row.set_coefficient(x, -1.0)
+
+
+def solve_window_model(
+    problem: Problem,
+    table: Index,
+    instants: Sequence[int],
+    *,
+    gap: float,
+    nodes: int,
+    time_s: float,
+) -> Answer:
+    """Build the model at `instants` and solve it.
+
+    Args:
+        problem: with the budget to enforce.
+        table: of the same ops.
+        instants: ops, ascending.
+        gap: absolute gap at which to stop, as a fraction of the baseline cost.
+        nodes: most branch-and-bound nodes.
+        time_s: wall clock, seconds.
+    """
+    build = _Model(problem, table, instants)
+    _residency(build)
+    _repetitions(build)
+    _memory_rows(build)
+    _reads_of_first(build)
+    _reads_of_repeated(build)
+    _carry_rows(build)
+    scale = 100.0 / max(problem.baseline_cost, 1)
+    for window in build.r:
+        for v, x in window.items():
+            build.model.objective.set_linear_coefficient(x, problem.ops[v].cost * scale)
+    parameters = mathopt.SolveParameters(
+        time_limit=datetime.timedelta(seconds=max(time_s, 0.01)),
+        node_limit=nodes,
+        absolute_gap_tolerance=max(100.0 * gap, FLOOR_PERCENT),
+        relative_gap_tolerance=0.0,
+    )
+    result = mathopt.solve(build.model, mathopt.SolverType.HIGHS, params=parameters)
+    return _read(build, result, scale)
+
+
+def _residency(build: _Model) -> None:
+    """(2) One S per storage that can matter at the instant; forced ones are fixed to 1."""
+    problem, table = build.problem, build.table
+    for t in build.instants:
+        window: dict[int, mathopt.Variable | None] = {}
+        for s, size in enumerate(problem.sizes):
+            if not 0 <= table.writer[s] <= t:
+                continue
+            if not size or table.is_forced(s, t, problem):
+                window[s] = None
+            elif table.need[s] > t:
+                window[s] = build.model.add_binary_variable()
+        build.s.append(window)
+
+
+def _repetitions(build: _Model) -> None:
+    """One R per candidate that writes something which may be absent and needed."""
+    for k, t in enumerate(build.instants):
+        window: dict[int, mathopt.Variable] = {}
+        for v, op in enumerate(build.problem.ops[: t + 1]):
+            if build.table.need_op[v] > t and any(
+                build.s[k].get(s) is not None for s in op.writes
+            ):
+                window[v] = build.model.add_binary_variable()
+        build.r.append(window)
+
+
+def _memory_rows(build: _Model) -> None:
+    """(1) Bytes at each instant, divided by the room that the fixed storages leave."""
+    sizes = build.problem.sizes
+    for k, t in enumerate(build.instants):
+        fixed = sum(sizes[s] for s, x in build.s[k].items() if x is None)
+        used = build.problem.resident + build.problem.ops[t].scratch + fixed
+        room = build.problem.budget - used
+        row = build.model.add_linear_constraint(ub=1.0 if room > 0 else float(room))
+        for s, x in build.s[k].items():
+            if x is None:
+                continue
+            if sizes[s] > room:
+                x.upper_bound = 0.0
+            else:
+                row.set_coefficient(x, sizes[s] / room)
+
+
+def _reads_of_first(build: _Model) -> None:
+    """(3) What first executions of the window read was kept, or is recomputed in it."""
+    n = len(build.problem.ops)
+    for k, t in enumerate(build.instants):
+        end = build.instants[k + 1] if k + 1 < len(build.instants) else n - 1
+        reads = (s for op in build.problem.ops[t + 1 : end + 1] for s in op.reads)
+        for s in dict.fromkeys(reads):
+            if build.table.writer[s] <= t:
+                build.at_most(None, build.available(s, k))
+
+
+def _reads_of_repeated(build: _Model) -> None:
+    """(4) What a repetition reads was kept, or is recomputed in the same window."""
+    for k, window in enumerate(build.r):
+        for v, x in window.items():
+            op = build.problem.ops[v]
+            for s in op.reads:
+                build.at_most(x, build.available(s, k))
+            if op.state is not None:
+                kept = build.s[k][op.state]
+                build.at_most(x, None if kept is None else [kept])
+
+
+def _carry_rows(build: _Model) -> None:
+    """(5) What is alive at the next instant was alive at this one, or is recomputed between them."""
+    states = {op.state for op in build.problem.ops if op.state is not None}
+    for k in range(len(build.instants) - 1):
+        for s, x in build.s[k + 1].items():
+            if build.table.writer[s] > build.instants[k] or not build.problem.sizes[s]:
+                continue
+            if s in states:
+                kept = build.s[k][s]
+                build.at_most(x, None if kept is None else [kept])
+            else:
+                build.at_most(x, build.available(s, k))
+
+
+def _read(build: _Model, result: mathopt.SolveResult, scale: float) -> Answer:
+    """Translate HiGHS's result; values are rounded, and believed only after the exact evaluation."""
+    reason = result.termination.reason
+    limit = result.termination.limit
+    timed_out = limit is mathopt.Limit.TIME
+    if reason in (
+        mathopt.TerminationReason.INFEASIBLE,
+        mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,  # cost >= 0: it cannot be unbounded
+    ):
+        return Answer(None, float("inf"), True, timed_out)
+    if limit is None and reason is not mathopt.TerminationReason.OPTIMAL:
+        raise SolverError(f"HiGHS stopped with {reason}: {result.termination.detail}")
+    bound = max(0.0, result.best_objective_bound() / scale)
+    if not result.has_primal_feasible_solution():
+        return Answer(None, bound, False, timed_out)
+    value = result.variable_values()
+    kept = tuple(
+        frozenset(s for s, x in window.items() if x is None or round(value[x]) == 1)
+        for window in build.s
+    )
+    repeated = tuple(
+        frozenset(v for v, x in window.items() if round(value[x]) == 1) for window in build.r
+    )
+    return Answer(Windows(tuple(build.instants), kept, repeated), bound, False, timed_out)

@@ -1,0 +1,205 @@
+"""The default solver: lazy windows.
+
+It finds the cheapest schedule that fits the budget, and a bound on what any schedule could cost.
+    (1) The model (`window_model.py`: variables, objective, constraints) enforces memory only at a few
+        instants; at first the one where the most bytes are live.
+    (2) Its solution is run (`decode.py`) into a schedule, which the evaluator measures in exact integers.
+    (3) If it fits, it is an incumbent. If not, the instants where it does not are added, and (1) again. For
+        an early incumbent the model is also solved at the same instants with its budget lowered by the
+        excess, and each solution is run once more with eviction, so that it is repaired.
+The bound comes only from the model at the true budget, which every schedule satisfies.
+
+The search stops when cost and bound meet, up to the gap, or after a fixed amount of work; that depends on
+the problem alone, so the same problem gives the same schedule, unless the clock aborts it.
+
+Not handled: other orders of first executions.
+"""
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from .decode import decode
+from .evaluate import Evaluation, evaluate
+from .improve import drop_repetitions, prune
+from .index import Index, forced_bytes, index
+from .problem import DEFAULT_LIMITS, Limits, Problem, Solution, Status
+from .window_model import Answer, Windows, solve_window_model
+
+ROUNDS = 12
+"""Times that instants are added."""
+SHRINKS = 6
+"""Times that the budget is lowered in one round."""
+NEW_INSTANTS = 3
+"""Instants added in one round."""
+WORK = 2_000_000
+"""Branch-and-bound nodes times variables of one solve, roughly."""
+NUMERIC = 1e-6
+"""Fraction of the baseline cost that counts as equal: HiGHS's bounds are floating point."""
+
+
+@dataclass(slots=True)
+class _Search:
+    """The best schedule and bound so far, and when to stop."""
+
+    problem: Problem
+    table: Index
+    limits: Limits
+    deadline: float
+    schedule: tuple[int, ...] = ()
+    cost: int = 0
+    bound: float = 0.0
+    timed_out: bool = False
+
+    def offer(self, schedule: Iterable[int]) -> Evaluation | None:
+        """Evaluate a schedule and keep it if it is feasible and the cheapest; None for an empty one."""
+        schedule = prune(self.problem, tuple(schedule))
+        if not schedule:
+            return None
+        found = evaluate(self.problem, schedule)
+        if found.feasible and (not self.schedule or found.cost < self.cost):
+            self.schedule = drop_repetitions(self.problem, schedule)
+            self.cost = evaluate(self.problem, self.schedule).cost
+        return found
+
+    def closed(self) -> bool:
+        """Cost and bound agree, up to the gap."""
+        if not self.schedule:
+            return False
+        allowed = max(self.limits.gap, NUMERIC) * self.problem.baseline_cost
+        return self.cost - self.bound <= allowed or self.cost <= math.ceil(self.bound - 1e-4)
+
+    def seconds_left(self) -> float:
+        """Until the clock aborts."""
+        return self.deadline - time.monotonic()
+
+    def solve(self, instants: list[int], budget: int) -> Answer:
+        """The model at these instants and this budget; raises the bound if that is the true one."""
+        nodes = max(20, WORK // (len(instants) * len(self.problem.ops)))
+        answer = solve_window_model(
+            replace(self.problem, budget=budget),
+            self.table,
+            instants,
+            gap=0.5 * self.limits.gap,
+            nodes=nodes,
+            time_s=self.seconds_left(),
+        )
+        if budget == self.problem.budget:
+            self.bound = max(self.bound, answer.bound)
+        self.timed_out = self.timed_out or answer.timed_out
+        return answer
+
+    def solution(self) -> Solution:
+        """What is known at the end."""
+        if self.bound == float("inf") and not self.schedule:
+            return Solution(Status.INFEASIBLE, (), 0, 0, self.bound)
+        if not self.schedule:
+            return Solution(Status.UNKNOWN, (), 0, 0, self.bound)
+        bound = min(self.bound, float(self.cost))
+        status = Status.TIME_LIMIT if self.timed_out else Status.FEASIBLE
+        if self.closed():
+            status = Status.OPTIMAL
+        peak = evaluate(self.problem, self.schedule).peak
+        return Solution(status, self.schedule, self.cost, peak, bound)
+
+
+def solve_windows(
+    problem: Problem, limits: Limits = DEFAULT_LIMITS, *, start: tuple[int, ...] = ()
+) -> Solution:
+    """Cheapest schedule that fits the budget.
+
+    Args:
+        problem: what to solve.
+        limits: when to stop.
+        start: a known schedule, used as the first incumbent if it fits.
+
+    Raises:
+        VerifyError: `start` is no schedule of this problem.
+        SolverError: HiGHS gave up for a reason that is not a limit.
+    """
+    table = index(problem)
+    search = _Search(problem, table, limits, time.monotonic() + limits.time_s)
+    identity = search.offer(range(len(problem.ops)))
+    if identity is None or identity.feasible:
+        return search.solution()
+    if max(forced_bytes(problem, table)) > problem.budget:
+        search.bound = float("inf")
+        return search.solution()
+    search.offer(start)
+    search.offer(decode(problem, table, None, problem.budget))
+    _add_instants(search, identity)
+    return search.solution()
+
+
+def _add_instants(search: _Search, identity: Evaluation) -> None:
+    """The outer loop: solve, decode, add the instants where the decoded schedule does not fit."""
+    instants = [identity.peak_at]
+    for _ in range(ROUNDS):
+        plain = _lower_budget(search, instants)
+        if search.closed() or plain is None or search.timed_out:
+            return
+        new = _violated(search.problem, plain, instants)
+        if not new:
+            return
+        instants = sorted({*instants, *new})
+
+
+def _lower_budget(search: _Search, instants: list[int]) -> tuple[int, ...] | None:
+    """Solve at the true budget, then at lower ones until a decoded schedule fits.
+
+    Returns:
+        The schedule decoded from the true budget; None if there is none.
+    """
+    problem = search.problem
+    budget, true_schedule = problem.budget, None
+    for _ in range(SHRINKS):
+        if search.seconds_left() <= 0:
+            search.timed_out = True
+            break
+        answer = search.solve(instants, budget)
+        if answer.windows is None:
+            break
+        plain, found = _offer(search, answer.windows)
+        if true_schedule is None:
+            true_schedule = plain
+        if found.feasible or search.closed():
+            break
+        budget -= max(found.peak - problem.budget, problem.budget // 500, 1)
+    return true_schedule
+
+
+def _offer(search: _Search, windows: Windows) -> tuple[tuple[int, ...], Evaluation]:
+    """Decode without a budget, then, if that does not fit, repaired by eviction."""
+    plain = prune(search.problem, decode(search.problem, search.table, windows, None))
+    found = search.offer(plain)
+    assert found is not None
+    if not found.feasible:
+        search.offer(decode(search.problem, search.table, windows, search.problem.budget))
+    return plain, found
+
+
+def _violated(problem: Problem, schedule: tuple[int, ...], instants: list[int]) -> list[int]:
+    """The worst instants at which a schedule exceeds the budget, apart from each other.
+
+    An excess while an op is repeated counts for the first execution that follows, and for the one before:
+    with both, the recomputation has a window of its own.
+    """
+    total = evaluate(problem, schedule).bytes
+    n = len(problem.ops)
+    excess: list[tuple[int, int, bool]] = []
+    seen = 0
+    for v, used in zip(schedule, total, strict=True):
+        if used > problem.budget:
+            excess.append((-used, seen, v < seen))
+        seen += v == seen
+    new: list[int] = []
+    apart = max(1, n // 100)
+    for _, t, repeated in sorted(excess):
+        if any(abs(t - other) <= apart for other in new):
+            continue
+        wanted = (t - 1, t) if repeated else (t,)
+        new += [x for x in wanted if 0 <= x < n and x not in instants]
+        if len(new) >= NEW_INSTANTS:
+            break
+    return new
