@@ -38,6 +38,7 @@ from ._torch import (
     reparametrize,
     tracing,
 )
+from .dropout import eager_dropout
 from .errors import UnsupportedGraphError
 from .fake import Dynamic, fake_tensors
 from .origin import record_origins
@@ -260,6 +261,7 @@ def _capture(
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(compiling_state())
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(eager_dropout())
         stack.enter_context(record_origins(module))
         descriptors = aot_export_joint_with_descriptors(stack, functional, tuple(fakes), {})
     assert functional.output is not None
