@@ -6,9 +6,9 @@ allocated, negative: freed), scratch = max over k of (e_1 + ... + e_k), at least
 
 No formula is known for most kernels, and fake tensors never show scratch, so each distinct call is
 executed on real tensors and the allocator is asked: on CPU by the allocation events of
-`torch.profiler`, on CUDA by the allocator's own maximum. A call is executed twice and the second
-time counts, as a training step runs with the libraries' caches filled. Only views are not executed:
-all their results are parts of an argument.
+`torch.profiler`, on CUDA by the allocator's own maximum (the second time, when the libraries have
+their workspaces; on CPU both times gave the same events in each of 800 calls tried). Only views are
+not executed: all their results are parts of an argument.
 
 Figures depend on the number of threads (CPU attention), so they hold for the present
 `torch.get_num_threads()`. Values of tensors are not known: floats are ones, all others zeros (see
@@ -193,7 +193,6 @@ def _run_marked(call: Call, mark: str) -> tuple[int, ...] | None:
     """Bytes of the results' storages; None if the op raises."""
     try:
         ready = realized(call, _CPU)
-        ready.target(*ready.args, **ready.kwargs)
         with record_function(mark):
             result = ready.target(*ready.args, **ready.kwargs)
     except Exception:  # whatever the kernel refuses: ones and zeros are not valid for every op
