@@ -9,26 +9,37 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
     StatelessSymbolicContext,
 )
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "ConstantSource",
+    "DataDependentOutputException",
     "DimDynamic",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",
     "StatelessSymbolicContext",
+    "TorchDispatchMode",
     "TracingContext",
     "aot_export_joint_with_descriptors",
     "compiling_state",
     "functorch_config",
     "inductor_config",
+    "no_dispatch",
     "reparametrize",
     "tracing",
 ]

@@ -23,9 +23,15 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return input * torch.zeros((), dtype=input.dtype, device=input.device)
     if input.device.type != "cpu":
         return torch.native_dropout(input, p, train)[0]
-    # Eager draws into an uninitialised, contiguous tensor; values of the argument do not matter.
-    like = input.detach() if input.is_contiguous() else input.new_empty(input.shape)
-    return input * torch.ops.aten.bernoulli.p(like, 1 - p).div(1 - p)
+    # Eager draws in the order of memory into a dense tensor with the strides of the input, whereas
+    # bernoulli.p draws into a contiguous one: so draw with the dimensions in the order of memory.
+    like = torch.empty_like(input)
+    order = sorted(range(input.dim()), key=lambda dim: -like.stride(dim))
+    if input.permute(order).is_contiguous():
+        like = input.detach()  # the values of the argument do not matter: spare the allocation
+    drawn = torch.ops.aten.bernoulli.p(like.permute(order), 1 - p)
+    inverse = sorted(range(input.dim()), key=order.__getitem__)
+    return input * drawn.permute(inverse).div(1 - p)
 
 
 @contextlib.contextmanager
