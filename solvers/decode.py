@@ -90,7 +90,7 @@ class _Run:
             again = self.windows.repeated[at - 1]
             writer = self.table.writer
             wanted = [s for s in sorted(self.windows.kept[at]) if writer[s] in again]
-            self.ensure(wanted, (), 0)
+            self.ensure([*wanted, *self.problem.ops[t].reads], (), 0)
         self.execute(t, (), 0)
         if instant:
             self.window = at

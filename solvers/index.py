@@ -27,10 +27,8 @@ class Index:
     """Per op: the last op for whose sake it can be worth repeating, -1 if none or not a candidate."""
     forced: tuple[int, ...]
     """Last op at which it is forced without a break since it was written."""
-
-    def is_forced(self, s: int, t: int, problem: Problem) -> bool:
-        """Storage s is there during the first execution of op t, whatever the schedule."""
-        return self.writer[s] <= t <= self.forced[s] or s in problem.ops[t].reads
+    states: frozenset[int]
+    """Storages that are generator states."""
 
 
 def index(problem: Problem) -> Index:
@@ -65,6 +63,7 @@ def index(problem: Problem) -> Index:
         tuple(need),
         tuple(need_op),
         tuple(forced),
+        frozenset(op.state for op in ops if op.state is not None),
     )
 
 

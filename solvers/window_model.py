@@ -4,15 +4,16 @@ Instants t_1 < .. < t_K are first executions; window k is what runs after t_k, u
 first execution of t_{k+1} (of the last op for k = K). Storage s has size m_s and writer w(s).
 
 Variables.
-    S[s,k] = 1 if an instance of storage s is alive while t_k executes.
+    S[s,k] = 1 if an instance of storage s is alive while t_k executes, and stays for a later read.
     R[v,k] = 1 if op v, first executed at or before t_k, is executed again in window k.
 
 Objective.
     min Σ cost_v · R[v,k]
 
 Constraints.
-    (1) Σ_s m_s · S[s,k] <= budget - resident - scratch(t_k)                       → _memory_rows
-    (2) S[s,k] = 1 where s is forced during t_k (`index.py`, definition 3) or m_s = 0   → _residency
+    (1) Σ_s m_s · S[s,k] <= budget - resident - scratch(t_k),                       → _memory_rows
+        where what t_k reads or writes, and what is held until t_k, counts as if S were 1
+    (2) S[s,k] = 1 where s is forced beyond t_k (`index.py`, definition 3) or m_s = 0   → _residency
     (3) S[s,k] + R[w(s),k] >= 1  if a first execution in window k reads s           → _reads_of_first
     (4) R[v,k] <= S[s,k] + R[w(s),k]  for s in reads(v)                            → _reads_of_repeated
         R[v,k] <= S[state(v),k]
@@ -71,7 +72,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Model:
+class Build:
     """The MathOpt model while it is built."""
 
     problem: Problem
@@ -82,6 +83,11 @@ class _Model:
     """Per window: storage to its variable, None where S is fixed to 1."""
     r: list[dict[int, mathopt.Variable]] = field(default_factory=list)
     """Per window: op to its variable."""
+
+    @property
+    def states(self) -> frozenset[int]:
+        """Storages that are generator states."""
+        return self.table.states
 
     def available(self, s: int, k: int) -> list[mathopt.Variable] | None:
         """The variables of which one must be 1 for s to be readable in window k; None if it is."""
@@ -102,36 +108,43 @@ class _Model:
             row.set_coefficient(x, -1.0)
 
 
-def solve_window_model(
-    problem: Problem,
-    table: Index,
-    instants: Sequence[int],
-    *,
-    gap: float,
-    nodes: int,
-    time_s: float,
-) -> Answer:
-    """Build the model at `instants` and solve it.
+def build_model(problem: Problem, table: Index, instants: Sequence[int]) -> Build:
+    """The model at these instants, for the problem's budget.
 
     Args:
         problem: with the budget to enforce.
         table: of the same ops.
         instants: ops, ascending.
-        gap: absolute gap at which to stop, as a fraction of the baseline cost.
-        nodes: most branch-and-bound nodes.
-        time_s: wall clock, seconds.
     """
-    build = _Model(problem, table, instants)
+    build = Build(problem, table, instants)
     _residency(build)
     _repetitions(build)
     _memory_rows(build)
     _reads_of_first(build)
     _reads_of_repeated(build)
     _carry_rows(build)
-    scale = 100.0 / max(problem.baseline_cost, 1)
+    return build
+
+
+def solve_model(
+    build: Build,
+    *,
+    gap: float,
+    nodes: int,
+    time_s: float,
+) -> Answer:
+    """Minimise the cost of the repetitions.
+
+    Args:
+        build: the model.
+        gap: absolute gap at which to stop, as a fraction of the baseline cost.
+        nodes: most branch-and-bound nodes.
+        time_s: wall clock, seconds.
+    """
+    scale = 100.0 / max(build.problem.baseline_cost, 1)
     for window in build.r:
         for v, x in window.items():
-            build.model.objective.set_linear_coefficient(x, problem.ops[v].cost * scale)
+            build.model.objective.set_linear_coefficient(x, build.problem.ops[v].cost * scale)
     parameters = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=max(time_s, 0.01)),
         node_limit=nodes,
@@ -142,22 +155,22 @@ def solve_window_model(
     return _read(build, result, scale)
 
 
-def _residency(build: _Model) -> None:
-    """(2) One S per storage that can matter at the instant; forced ones are fixed to 1."""
+def _residency(build: Build) -> None:
+    """(2) One S per storage that can matter after the instant; forced ones are fixed to 1."""
     problem, table = build.problem, build.table
     for t in build.instants:
         window: dict[int, mathopt.Variable | None] = {}
         for s, size in enumerate(problem.sizes):
             if not 0 <= table.writer[s] <= t:
                 continue
-            if not size or table.is_forced(s, t, problem):
+            if not size or table.forced[s] > t:
                 window[s] = None
             elif table.need[s] > t:
                 window[s] = build.model.add_binary_variable()
         build.s.append(window)
 
 
-def _repetitions(build: _Model) -> None:
+def _repetitions(build: Build) -> None:
     """One R per candidate that writes something which may be absent and needed."""
     for k, t in enumerate(build.instants):
         window: dict[int, mathopt.Variable] = {}
@@ -169,16 +182,20 @@ def _repetitions(build: _Model) -> None:
         build.r.append(window)
 
 
-def _memory_rows(build: _Model) -> None:
-    """(1) Bytes at each instant, divided by the room that the fixed storages leave."""
-    sizes = build.problem.sizes
+def _memory_rows(build: Build) -> None:
+    """(1) Bytes at each instant, divided by the room that what is there anyway leaves."""
+    problem, sizes = build.problem, build.problem.sizes
     for k, t in enumerate(build.instants):
-        fixed = sum(sizes[s] for s, x in build.s[k].items() if x is None)
-        used = build.problem.resident + build.problem.ops[t].scratch + fixed
-        room = build.problem.budget - used
+        op = problem.ops[t]
+        held = (
+            s for s, last in enumerate(build.table.forced) if last >= t >= build.table.writer[s]
+        )
+        free = (s for s, x in build.s[k].items() if x is None)
+        there = {*op.reads, *op.writes, *held, *free}
+        room = problem.budget - problem.resident - op.scratch - sum(sizes[s] for s in there)
         row = build.model.add_linear_constraint(ub=1.0 if room > 0 else float(room))
         for s, x in build.s[k].items():
-            if x is None:
+            if x is None or s in there:
                 continue
             if sizes[s] > room:
                 x.upper_bound = 0.0
@@ -186,7 +203,7 @@ def _memory_rows(build: _Model) -> None:
                 row.set_coefficient(x, sizes[s] / room)
 
 
-def _reads_of_first(build: _Model) -> None:
+def _reads_of_first(build: Build) -> None:
     """(3) What first executions of the window read was kept, or is recomputed in it."""
     n = len(build.problem.ops)
     for k, t in enumerate(build.instants):
@@ -197,7 +214,7 @@ def _reads_of_first(build: _Model) -> None:
                 build.at_most(None, build.available(s, k))
 
 
-def _reads_of_repeated(build: _Model) -> None:
+def _reads_of_repeated(build: Build) -> None:
     """(4) What a repetition reads was kept, or is recomputed in the same window."""
     for k, window in enumerate(build.r):
         for v, x in window.items():
@@ -209,21 +226,20 @@ def _reads_of_repeated(build: _Model) -> None:
                 build.at_most(x, None if kept is None else [kept])
 
 
-def _carry_rows(build: _Model) -> None:
+def _carry_rows(build: Build) -> None:
     """(5) What is alive at the next instant was alive at this one, or is recomputed between them."""
-    states = {op.state for op in build.problem.ops if op.state is not None}
     for k in range(len(build.instants) - 1):
         for s, x in build.s[k + 1].items():
             if build.table.writer[s] > build.instants[k] or not build.problem.sizes[s]:
                 continue
-            if s in states:
+            if s in build.states:
                 kept = build.s[k][s]
                 build.at_most(x, None if kept is None else [kept])
             else:
                 build.at_most(x, build.available(s, k))
 
 
-def _read(build: _Model, result: mathopt.SolveResult, scale: float) -> Answer:
+def _read(build: Build, result: mathopt.SolveResult, scale: float) -> Answer:
     """Translate HiGHS's result; values are rounded, and believed only after the exact evaluation."""
     reason = result.termination.reason
     limit = result.termination.limit

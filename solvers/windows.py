@@ -19,13 +19,15 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from .decode import decode
 from .evaluate import Evaluation, evaluate
 from .improve import drop_repetitions, prune
 from .index import Index, forced_bytes, index
 from .problem import DEFAULT_LIMITS, Limits, Problem, Solution, Status
-from .window_model import Answer, Windows, solve_window_model
+from .stage_rows import add_stage_rows
+from .window_model import Answer, Windows, build_model, solve_model
 
 ROUNDS = 12
 """Times that instants are added."""
@@ -33,10 +35,15 @@ SHRINKS = 6
 """Times that the budget is lowered in one round."""
 NEW_INSTANTS = 3
 """Instants added in one round."""
+NEW_ROWS = 6
+"""Stage rows added in one round."""
 WORK = 2_000_000
 """Branch-and-bound nodes times variables of one solve, roughly."""
 NUMERIC = 1e-6
 """Fraction of the baseline cost that counts as equal: HiGHS's bounds are floating point."""
+
+Rows: TypeAlias = tuple[tuple[int, int], ...]
+"""Arguments of `add_stage_rows`."""
 
 
 @dataclass(slots=True)
@@ -74,18 +81,15 @@ class _Search:
         """Until the clock aborts."""
         return self.deadline - time.monotonic()
 
-    def solve(self, instants: list[int], budget: int) -> Answer:
-        """The model at these instants and this budget; raises the bound if that is the true one."""
+    def solve(self, instants: list[int], budget: int, rows: Rows = ()) -> Answer:
+        """The model at these instants and this budget; raises the bound if it proves one."""
         nodes = max(20, WORK // (len(instants) * len(self.problem.ops)))
-        answer = solve_window_model(
-            replace(self.problem, budget=budget),
-            self.table,
-            instants,
-            gap=0.5 * self.limits.gap,
-            nodes=nodes,
-            time_s=self.seconds_left(),
+        build = build_model(replace(self.problem, budget=budget), self.table, instants)
+        add_stage_rows(build, rows)
+        answer = solve_model(
+            build, gap=0.5 * self.limits.gap, nodes=nodes, time_s=self.seconds_left()
         )
-        if budget == self.problem.budget:
+        if budget == self.problem.budget and not rows:
             self.bound = max(self.bound, answer.bound)
         self.timed_out = self.timed_out or answer.timed_out
         return answer
@@ -135,24 +139,35 @@ def solve_windows(
 def _add_instants(search: _Search, identity: Evaluation) -> None:
     """The outer loop: solve, decode, add the instants where the decoded schedule does not fit."""
     instants = [identity.peak_at]
+    rows: Rows = ()
+    changed = True
     for _ in range(ROUNDS):
-        plain = _lower_budget(search, instants)
-        if search.closed() or plain is None or search.timed_out:
+        plain: tuple[int, ...] = ()
+        if changed:
+            plain = _lower_budget(search, instants)
+        if rows and not search.closed() and not search.timed_out:
+            windows = search.solve(instants, search.problem.budget, rows).windows
+            plain = _offer(search, windows)[0] if windows else ()
+        if search.closed() or search.timed_out or not plain:
             return
-        new = _violated(search.problem, plain, instants)
-        if not new:
+        new, new_rows = _violated(search.problem, plain, instants)
+        new_rows = tuple(row for row in new_rows if row not in rows)
+        if not new and not new_rows:
             return
+        changed = bool(new)
         instants = sorted({*instants, *new})
+        rows = (*rows, *new_rows)
 
 
-def _lower_budget(search: _Search, instants: list[int]) -> tuple[int, ...] | None:
+def _lower_budget(search: _Search, instants: list[int]) -> tuple[int, ...]:
     """Solve at the true budget, then at lower ones until a decoded schedule fits.
 
     Returns:
-        The schedule decoded from the true budget; None if there is none.
+        The schedule decoded from the true budget; empty if there is none.
     """
     problem = search.problem
-    budget, true_schedule = problem.budget, None
+    budget = problem.budget
+    true_schedule: tuple[int, ...] = ()
     for _ in range(SHRINKS):
         if search.seconds_left() <= 0:
             search.timed_out = True
@@ -161,7 +176,7 @@ def _lower_budget(search: _Search, instants: list[int]) -> tuple[int, ...] | Non
         if answer.windows is None:
             break
         plain, found = _offer(search, answer.windows)
-        if true_schedule is None:
+        if not true_schedule:
             true_schedule = plain
         if found.feasible or search.closed():
             break
@@ -179,27 +194,30 @@ def _offer(search: _Search, windows: Windows) -> tuple[tuple[int, ...], Evaluati
     return plain, found
 
 
-def _violated(problem: Problem, schedule: tuple[int, ...], instants: list[int]) -> list[int]:
-    """The worst instants at which a schedule exceeds the budget, apart from each other.
+def _violated(
+    problem: Problem, schedule: tuple[int, ...], instants: list[int]
+) -> tuple[list[int], Rows]:
+    """Where a schedule exceeds the budget worst: instants and stage rows that the model lacks.
 
     An excess while an op is repeated counts for the first execution that follows, and for the one before:
-    with both, the recomputation has a window of its own.
+    with both, the recomputation has a window of its own, and a row can look at it.
     """
     total = evaluate(problem, schedule).bytes
-    n = len(problem.ops)
-    excess: list[tuple[int, int, bool]] = []
+    excess: list[tuple[int, int, int]] = []
     seen = 0
     for v, used in zip(schedule, total, strict=True):
         if used > problem.budget:
-            excess.append((-used, seen, v < seen))
+            excess.append((-used, seen, v))
         seen += v == seen
     new: list[int] = []
-    apart = max(1, n // 100)
-    for _, t, repeated in sorted(excess):
+    rows: list[tuple[int, int]] = []
+    apart = max(1, len(problem.ops) // 100)
+    for _, t, v in sorted(excess):
+        if v < t:
+            rows.append((t, v))
         if any(abs(t - other) <= apart for other in new):
             continue
-        wanted = (t - 1, t) if repeated else (t,)
-        new += [x for x in wanted if 0 <= x < n and x not in instants]
-        if len(new) >= NEW_INSTANTS:
+        new += [x for x in ((t - 1, t) if v < t else (t,)) if x not in instants]
+        if len(new) >= NEW_INSTANTS or len(rows) >= NEW_ROWS:
             break
-    return new
+    return new, tuple(rows[:NEW_ROWS])
