@@ -8,18 +8,38 @@ from .errors import (
     UnsupportedGraphError,
     VerifyError,
 )
+from .graph import (
+    BORDER,
+    LOSS,
+    ROOT_GRADIENT,
+    Graph,
+    Op,
+    Output,
+    OutputKind,
+    Storage,
+    Value,
+)
 from .trace import Block, Instant, Phase, Role, Trace
 
 __all__ = [
+    "BORDER",
+    "LOSS",
+    "ROOT_GRADIENT",
     "Block",
+    "Graph",
     "GuardError",
     "InfeasibleBudgetError",
     "Instant",
+    "Op",
+    "Output",
+    "OutputKind",
     "Phase",
     "RematError",
     "Role",
     "SolverError",
+    "Storage",
     "Trace",
     "UnsupportedGraphError",
+    "Value",
     "VerifyError",
 ]

@@ -20,11 +20,13 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
+from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "BoxedCodeGen",
     "ConstantSource",
     "DataDependentOutputException",
     "DimDynamic",

@@ -1,12 +1,12 @@
 """Canonical form of a joint graph, which lifting and rewriting rely on.
 
-    (1) No `detach`: it is an alias that changes nothing in a functional graph.
-    (2) No mutated input is read by backward: what backward needs of its old value is cloned in forward.
-        The update happens between the two, so a saved reference would show the new value.
-    (3) Every gradient owns its storage and has the layout that autograd wants for its parameter, so that
-        autograd takes it instead of copying it. Where eager would copy, the copy is an op of the graph.
-    (4) `getitem` follows directly upon the op that yields the tuple.
-    (5) No op without a use, except random ones: they advance the user's random stream.
+(1) No `detach`: it is an alias that changes nothing in a functional graph.
+(2) No mutated input is read by backward: what backward needs of its old value is cloned in forward.
+The update happens between the two, so a saved reference would show the new value.
+(3) Every gradient owns its storage and has the layout that autograd wants for its parameter, so that
+autograd takes it instead of copying it. Where eager would copy, the copy is an op of the graph.
+(4) `getitem` follows directly upon the op that yields the tuple.
+(5) No op without a use, except random ones: they advance the user's random stream.
 """
 
 import operator

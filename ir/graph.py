@@ -27,6 +27,10 @@ from .trace import Phase, Role
 
 BORDER = "remat.border"
 """Target of the border op."""
+LOSS = "loss"
+"""Name of the storage of a loss outside the model."""
+ROOT_GRADIENT = "root gradient"
+"""Name of the storage of the gradient that the backward of such a loss starts from."""
 
 
 class OutputKind(StrEnum):
@@ -105,6 +109,10 @@ class Graph:
     outputs: tuple[Output, ...]
     symbols: Mapping[sympy.Symbol, int]
     """Every symbol that occurs in a size, with its value in the example."""
+
+    def is_alias(self, op: Op) -> bool:
+        """The op yields tensors and allocates nothing: a view, or `getitem`."""
+        return not op.allocates and op.target != BORDER and bool(self.values[op.result].storages)
 
     @property
     def border(self) -> int:

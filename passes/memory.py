@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import sympy
+
 from remat.ir import Block, Role, Trace
 
 

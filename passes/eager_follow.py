@@ -1,0 +1,242 @@
+"""Follow the storages of a program that runs on fake tensors, and record its event trace.
+
+Definition. Every op that reaches the dispatcher below autograd is one instant. A storage that an op
+returns and that is not followed yet is a block born at that instant; a weak reference tells when the
+last Python, autograd or C++ owner has let go of it, and it then dies at the instant executed last.
+
+Storages that exist before the program are told by `resident`. What kernels allocate and free inside
+is not seen on fake tensors: every op is kept as a `Call`, for `passes.scratch`.
+
+Not handled: storages that are resized after their birth, and ops whose output size depends on
+unknown values.
+"""
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+
+from remat.ir import Block, Instant, Phase, Role, Trace, UnsupportedGraphError
+from remat.ir._torch import FakeTensor, FakeTensorMode, TorchDispatchMode
+
+from .eager_values import KnownValues
+from .realize import Call, described, flat_tensors
+
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+_LATE_STEP = 1000
+"""Answer to a question for a number during the optimizer step: a step count well after warm-up."""
+
+
+@dataclass(slots=True)
+class _Storage:
+    """A block that is being made."""
+
+    name: str
+    role: Role
+    size: int
+    birth: int
+    death: int | None = None
+
+
+class Follow(TorchDispatchMode):
+    """Records instants and blocks of what runs under it, in order."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        """Start an empty record.
+
+        Args:
+            mode: the fake mode, entered before this one.
+        """
+        super().__init__()
+        self.phase = Phase.FORWARD
+        self.values = KnownValues()
+        self.mode = mode
+        self._paths = [""]
+        self._preparing = False
+        self._instants: list[Instant] = []
+        self._calls: list[Call] = []
+        self._storages: list[_Storage] = []
+        self._alive: dict[int, _Storage] = {}
+        self._counts: Counter[str] = Counter()
+        self._foreign: list[torch.Tensor] = []
+
+    def resident(self, tensor: torch.Tensor, name: str, role: Role) -> None:
+        """The storage of `tensor` is there before the step."""
+        if tensor.untyped_storage()._cdata not in self._alive:
+            self._follow(tensor, _Storage(name, role, tensor.untyped_storage().nbytes(), -1))
+
+    def label(self, tensor: torch.Tensor, role: Role, name: str | None = None) -> None:
+        """Say what a storage is for that nothing has been said about."""
+        storage = self._alive.get(tensor.untyped_storage()._cdata)
+        if storage is not None and storage.role is Role.TEMPORARY:
+            storage.role = role
+            storage.name = name or storage.name
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """What runs inside belongs to an earlier step: what survives of it is resident."""
+        before = len(self._storages)
+        self._preparing = True
+        try:
+            yield
+        finally:
+            self._preparing = False
+            survivors = [s for s in self._storages[before:] if s.death is None]
+            self._storages[before:] = survivors
+
+    @contextlib.contextmanager
+    def paths(self, model: nn.Module) -> Iterator[None]:
+        """Note which module of `model` calls an op."""
+        handles = []
+        for path, module in model.named_modules():
+            if path:
+                handles += [
+                    module.register_forward_pre_hook(self._entering(path)),
+                    module.register_forward_hook(self._leaving),
+                ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def trace(self) -> Trace:
+        """What has been recorded so far, without scratch; what is alive now outlives the step."""
+        end = len(self._instants)
+        blocks = [
+            Block(s.name, self._role(s), sympy.Integer(s.size), s.birth, death)
+            for s in self._storages
+            if (death := end if s.death is None else s.death) >= max(s.birth, 0)
+        ]
+        return Trace(tuple(self._instants), tuple(sorted(blocks, key=lambda block: block.birth)))
+
+    @property
+    def calls(self) -> Sequence[Call]:
+        """The op of every instant, without its tensors."""
+        return self._calls
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Execute one op on fakes, and record it."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            answer = self._answer(args[0])
+            if answer is not None:
+                return answer
+        if func is not torch.ops.aten.lift_fresh.default:
+            args, kwargs = self._faked(args), self._faked(kwargs)
+        name = func.__name__.partition(".")[0]
+        if not self._preparing:
+            self._record(func, name, args, kwargs)
+        out = func(*args, **kwargs)
+        self.values.execute(func, args, kwargs, out)
+        birth = -1 if self._preparing else len(self._instants) - 1
+        fresh = [
+            t
+            for t in flat_tensors(out)
+            if t is not None and t.untyped_storage()._cdata not in self._alive
+        ]
+        for number, tensor in enumerate(fresh):
+            base = name if self._preparing else self._instants[-1].name
+            label = f"{base}.{number}" if number else base
+            size = tensor.untyped_storage().nbytes()
+            self._follow(tensor, _Storage(label, Role.TEMPORARY, size, birth))
+        return out
+
+    def _record(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+        number = self._counts[name]
+        self._counts[name] += 1
+        self._instants.append(
+            Instant(
+                name=f"{name}_{number}" if number else name,
+                target=str(func),
+                phase=self.phase,
+                source=_user_line(),
+                module=self._paths[-1],
+            )
+        )
+        self._calls.append(described(Call(func, args, kwargs)))
+
+    def _follow(self, tensor: torch.Tensor, storage: _Storage) -> None:
+        owner = tensor.untyped_storage()
+        key = owner._cdata
+        if key in self._alive:
+            return
+        self._alive[key] = storage
+        self._storages.append(storage)
+        weakref.finalize(owner, self._died, key, storage).atexit = False
+
+    def _died(self, key: int, storage: _Storage) -> None:
+        if storage.death is None and self._alive.get(key) is storage:
+            storage.death = len(self._instants) - 1
+            del self._alive[key]
+            self.values.forget(key)
+
+    def _role(self, storage: _Storage) -> Role:
+        """An activation is a block of the forward that is still held during backward."""
+        if storage.role is not Role.TEMPORARY or storage.birth < 0:
+            return storage.role
+        if self._instants[storage.birth].phase is not Phase.FORWARD:
+            return Role.TEMPORARY
+        end = storage.death
+        held = end is None or self._instants[end].phase is not Phase.FORWARD
+        return Role.ACTIVATION if held else Role.TEMPORARY
+
+    def _answer(self, tensor: torch.Tensor) -> bool | int | float | complex | None:
+        """Value of a tensor with one element; None if it is not known."""
+        if not isinstance(tensor, FakeTensor):
+            return None
+        if self.phase is Phase.OPTIMIZER and tensor.is_floating_point():
+            return float(_LATE_STEP)
+        return self.values.item(tensor)
+
+    def _faked(self, value: Any) -> Any:
+        """`value` with fakes for its real tensors, which are resident: constants of the model."""
+        if isinstance(value, list | tuple):
+            return type(value)(map(self._faked, value))
+        if isinstance(value, Mapping):
+            return {name: self._faked(item) for name, item in value.items()}
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        if value.requires_grad:
+            raise UnsupportedGraphError(
+                "The step uses a tensor that requires a gradient and is neither a parameter nor an "
+                "argument of the model. Register it as a parameter, or pass it to the model."
+            )
+        fake = self.mode.from_tensor(value)
+        self._foreign.append(fake)
+        self.resident(fake, f"constant_{len(self._foreign)}", Role.BUFFER)
+        self.values.know(fake, value)
+        return fake
+
+    def _entering(self, path: str) -> Any:
+        def enter(module: nn.Module, args: object) -> None:
+            self._paths.append(path)
+
+        return enter
+
+    def _leaving(self, module: nn.Module, args: object, output: object) -> None:
+        self._paths.pop()
+
+
+def _user_line() -> str:
+    """Innermost source line outside torch; empty below this library's own frames."""
+    frame = sys._getframe(3)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if filename.startswith(_OURS):
+            return ""
+        if not filename.startswith((_TORCH, "<")):
+            return f"{Path(filename).name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

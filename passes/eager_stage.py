@@ -1,0 +1,145 @@
+"""Fake stand-ins for a model, its arguments and its optimizer, so that a step can run on them.
+
+Every tensor gets a fake of the same sizes, strides, type and device (the CPU for one without data);
+tensors that share a storage share the fake one, and one parameter under two names stays one. No
+memory is allocated for any of them.
+
+The model itself runs, with fakes in the place of its tensors. Afterwards the attributes of every
+module are as before: the same objects, and the same contents of attributes that are lists, dicts or
+sets. The optimizer is not run: a shallow copy of it is.
+
+Not handled: sparse and nested tensors, tensor subclasses. Hooks of parameters, of the model itself and
+of the optimizer are not called. What a forward changes in objects that are not modules stays changed.
+"""
+
+import contextlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from remat.ir import Role
+from remat.ir._torch import FakeTensorMode
+
+from .eager_follow import Follow
+
+_CONTAINERS = (dict, OrderedDict, list, set)
+
+
+class Stage:
+    """The fakes of one run, by the tensor that each stands for."""
+
+    def __init__(self, mode: FakeTensorMode, follow: Follow) -> None:
+        """Start without fakes.
+
+        Args:
+            mode: the mode that owns the fakes.
+            follow: is told of every fake that it is resident.
+        """
+        self._mode = mode
+        self._follow = follow
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def fake(self, real: torch.Tensor, name: str, role: Role) -> torch.Tensor:
+        """The stand-in of `real`, made and named when it is first asked for."""
+        if id(real) not in self._fakes:
+            fake = self._empty(real)
+            self._follow.resident(fake, name, role)
+            self._follow.values.know(fake, real)
+            if isinstance(real, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=real.requires_grad)
+            elif real.requires_grad:
+                fake.requires_grad_()
+            self._fakes[id(real)] = real, fake  # holding the real one keeps its id from reuse
+        return self._fakes[id(real)][1]
+
+    @contextlib.contextmanager
+    def model(self, model: nn.Module) -> Iterator[list[tuple[str, nn.Parameter]]]:
+        """Put fakes in the place of the model's tensors; yields the trainable ones of these."""
+        for name, parameter in model.named_parameters():
+            self.fake(parameter, name, Role.PARAMETER)
+        for name, buffer in model.named_buffers():
+            self.fake(buffer, name, Role.BUFFER)
+        attributes = [module.__dict__ for module in model.modules()]
+        saved = [(each, dict(each), _contents(each)) for each in attributes]
+        try:
+            for each in attributes:
+                self._replace(each)
+            yield [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        finally:
+            for each, before, contents in saved:
+                _restore(each, before, contents)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """A copy of `optimizer` over the stand-ins of its parameters, with its present state."""
+        twin = object.__new__(type(optimizer))
+        twin.__dict__.update(optimizer.__dict__)
+        twin.__dict__.pop("step", None)  # learning rate schedulers wrap it, bound to the original
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(twin, hooks, OrderedDict())
+        twin.param_groups = [self._group(group) for group in optimizer.param_groups]
+        twin.state = defaultdict(dict)
+        for number, (parameter, state) in enumerate(optimizer.state.items()):
+            twin.state[self.fake(parameter, f"parameter_{number}", Role.PARAMETER)] = (
+                pytree.tree_map_only(torch.Tensor, self._state, state)
+            )
+        return twin
+
+    def _group(self, group: dict[str, Any]) -> dict[str, Any]:
+        names = group.get("param_names") or [f"parameter_{i}" for i in range(len(group["params"]))]
+        parameters = [
+            self.fake(p, name, Role.PARAMETER)
+            for p, name in zip(group["params"], names, strict=True)
+        ]
+        return {
+            name: self._state(value) if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+        } | {"params": parameters}
+
+    def _state(self, real: torch.Tensor) -> torch.Tensor:
+        return self.fake(real, f"optimizer_state_{len(self._fakes)}", Role.OPTIMIZER_STATE)
+
+    def _empty(self, real: torch.Tensor) -> torch.Tensor:
+        storage = real.untyped_storage()
+        device = torch.device("cpu") if real.is_meta else real.device
+        with self._mode, torch.no_grad():
+            if storage._cdata not in self._storages:
+                flat = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+                self._storages[storage._cdata] = flat.untyped_storage()
+            empty = torch.empty(0, dtype=real.dtype, device=device)
+            return empty.set_(
+                self._storages[storage._cdata], real.storage_offset(), real.size(), real.stride()
+            )
+
+    def _replace(self, attributes: dict[str, Any]) -> None:
+        """Replace tensors among the attributes of a module and in their containers."""
+
+        def stand_in(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return self.fake(value, f"constant_{len(self._fakes)}", Role.BUFFER)
+            return value
+
+        for name, value in attributes.items():
+            attributes[name] = stand_in(value)
+            if type(value) in (dict, OrderedDict):
+                value.update({key: stand_in(item) for key, item in value.items()})
+            elif type(value) is list:
+                value[:] = map(stand_in, value)
+
+
+def _contents(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Copies of the containers among the attributes."""
+    return {name: v.copy() for name, v in attributes.items() if type(v) in _CONTAINERS}
+
+
+def _restore(attributes: dict[str, Any], before: dict[str, Any], contents: dict[str, Any]) -> None:
+    attributes.clear()
+    attributes.update(before)
+    for name, content in contents.items():
+        container = before[name]
+        container.clear()
+        (container.extend if isinstance(container, list) else container.update)(content)

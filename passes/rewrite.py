@@ -1,0 +1,213 @@
+"""Rewrite: a schedule written out as a new joint graph.
+
+Every execution of the schedule becomes a node. The first one keeps its name, the n-th repetition is
+called ``<name>_again`` (``_again_2``, ...). Views are made anew just before they are needed, on
+whichever instance of their base is the current one. Before a random op that will be repeated, the
+state of the generator is kept; the repetition runs under that state.
+
+Results, updates and gradients refer to first executions. Fake values are computed anew for all that is
+repeated or viewed: copying a node would copy its fake storage too, and a repetition would pass for an
+alias of the first.
+"""
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from remat.ir import BORDER, Graph
+from remat.ir._torch import FakeTensor, FakeTensorMode
+from remat.ir.canonical import is_random
+from remat.ir.lift import tensors_of
+
+from .formulate import Index
+from .randomness import CPU_STATE_BYTES, generator_state, repeat_random
+
+REPEATS = "remat_repeats"
+"""Key in ``node.meta``: name of the op that a node repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """The joint graph of a plan."""
+
+    joint: fx.GraphModule
+    border: str
+    """Name of the first node of backward."""
+    stage_ends: tuple[str, ...]
+    """Name of the last node of each stage of backward."""
+
+
+@dataclass(slots=True)
+class _Emitter:
+    """State of writing a schedule out."""
+
+    graph: Graph
+    mode: FakeTensorMode
+    new: fx.Graph = field(default_factory=fx.Graph)
+    storages: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Value name -> its storages."""
+    instance: dict[int, int] = field(default_factory=dict)
+    """Storage -> how often it has been allocated."""
+    current: dict[str, tuple[fx.Node, tuple[int, ...]]] = field(default_factory=dict)
+    """Value name -> newest node for it, and the instances that the node refers to."""
+    executions: dict[str, int] = field(default_factory=dict)
+    states: dict[str, fx.Node] = field(default_factory=dict)
+
+    def fetch(self, node: fx.Node) -> fx.Node:
+        """The new node for an old one; makes the views that lead to it."""
+        known = self.current.get(node.name)
+        if known is not None and known[1] == self._instances(node.name):
+            return known[0]
+        return self._emit(node, node.target, map_arg(node.args, self.fetch), node.name)
+
+    def place(self, node: fx.Node) -> None:
+        """Take over a placeholder or a constant."""
+        made = self.new.node_copy(node)
+        self.current[node.name] = (made, self._instances(node.name))
+
+    def execute(self, node: fx.Node, allocates: Sequence[int], state: bool) -> None:
+        """Add an execution of an op; `state`: it is random, and the schedule repeats it."""
+        count = self.executions[node.name] = self.executions.get(node.name, 0) + 1
+        args: tuple[Any, ...] = map_arg(node.args, self.fetch)
+        target: Any = node.target
+        name = node.name
+        if count > 1:
+            name += "_again" if count == 2 else f"_again_{count - 1}"
+        if state and count == 1:
+            self.states[node.name] = self._keep_state(node)
+        elif state:
+            kept = self.states[node.name]
+            args, target = (kept.args[0], kept, target, *args), repeat_random
+        for storage in allocates:
+            self.instance[storage] = count
+        made = self._emit(node, target, args, name)
+        if count > 1:
+            made.meta[REPEATS] = node.name
+        for user in node.users:
+            if user.target is operator.getitem:
+                self.fetch(user)
+
+    def _instances(self, name: str) -> tuple[int, ...]:
+        return tuple(self.instance.get(s, 0) for s in self.storages[name])
+
+    def _emit(self, node: fx.Node, target: Any, args: Any, name: str) -> fx.Node:
+        kwargs = map_arg(node.kwargs, self.fetch)
+        made = self.new.create_node("call_function", target, args, kwargs, name=name)
+        made.meta = {k: v for k, v in node.meta.items() if k != "val"}
+        made.meta["val"] = self._value(made)
+        self.current[node.name] = (made, self._instances(node.name))
+        return made
+
+    def _keep_state(self, node: fx.Node) -> fx.Node:
+        device = str(next(t.device for t in tensors_of(node.meta["val"])))
+        name = f"{node.name}_state"
+        state = self.new.create_node("call_function", generator_state, (device,), name=name)
+        state.meta = {k: v for k, v in node.meta.items() if k != "val"}
+        state.meta["val"] = self._value(state)
+        return state
+
+    def _value(self, node: fx.Node) -> Any:
+        """Fake value of a new node, from its operands'."""
+        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+        with self.mode:
+            if node.target is generator_state:
+                return torch.empty(CPU_STATE_BYTES, dtype=torch.uint8)
+            if node.target is repeat_random:
+                return args[2](*args[3:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def rewrite(
+    joint: fx.GraphModule, graph: Graph, index: Index, schedule: Sequence[int]
+) -> Rewritten:
+    """Write a schedule out as a new joint graph.
+
+    Args:
+        joint: the canonical joint graph; not changed.
+        graph: its lifted form.
+        index: from `formulate`.
+        schedule: problem ops in order of execution.
+    """
+    old = {node.name: node for node in joint.graph.nodes}
+    mode = next(
+        t.fake_mode  # type: ignore[attr-defined]
+        for node in joint.graph.nodes
+        for t in tensors_of(node.meta.get("val"))
+        if isinstance(t, FakeTensor)
+    )
+    emitter = _Emitter(graph, mode, storages={v.name: v.storages for v in graph.values})
+    for node in joint.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            emitter.place(node)
+    outputs = _OutputTaker(joint, graph)
+    repeated = {op for op, count in Counter(schedule).items() if count > 1}
+    ends = dict.fromkeys(index.stage_ends)
+    marks: list[fx.Node] = []
+    before_border: fx.Node | None = None
+    for problem_op in schedule:
+        op = graph.ops[index.ops[problem_op]]
+        if op.target == BORDER:
+            before_border = _last(emitter.new)
+            continue
+        first = op.name not in emitter.executions
+        emitter.execute(old[op.name], op.allocates, op.random and problem_op in repeated)
+        if first:
+            outputs.take(op.name, emitter)
+        if first and index.ops[problem_op] in ends:
+            marks.append(_last(emitter.new))
+    assert before_border is not None
+    emitter.new.output(tuple(outputs.taken(emitter)))
+    border = before_border.next.name
+    return _finish(joint, emitter.new, border, marks)
+
+
+def _last(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+class _OutputTaker:
+    """Fetches every output right after the first execution of the op that its storage comes from."""
+
+    def __init__(self, joint: fx.GraphModule, graph: Graph) -> None:
+        self.results = list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
+        self.nodes: dict[int, fx.Node] = {}
+        allocator = {s: op.name for op in graph.ops for s in op.allocates}
+        storages = {value.name: value.storages for value in graph.values}
+        self.waiting: dict[str, list[int]] = {}
+        for i, node in enumerate(self.results):
+            if isinstance(node, fx.Node):
+                origin = next((allocator[s] for s in storages[node.name] if s in allocator), "")
+                self.waiting.setdefault(origin, []).append(i)
+
+    def take(self, origin: str, emitter: _Emitter) -> None:
+        for i in self.waiting.get(origin, ()):
+            self.nodes[i] = emitter.fetch(self.results[i])
+
+    def taken(self, emitter: _Emitter) -> list[fx.Node | None]:
+        self.take("", emitter)
+        return [self.nodes.get(i) for i in range(len(self.results))]
+
+
+def _finish(
+    joint: fx.GraphModule, new: fx.Graph, border: str, marks: Sequence[fx.Node]
+) -> Rewritten:
+    """Remove unused views; a mark on a removed node moves to the node before it."""
+    ends = [mark.name for mark in marks]
+    random = (generator_state, repeat_random)
+    for node in reversed(list(new.nodes)):
+        if node.users or node.op != "call_function" or is_random(node) or node.target in random:
+            continue
+        previous = node.prev
+        while previous.op != "call_function":
+            previous = previous.prev
+        ends = [previous.name if end == node.name else end for end in ends]
+        border = node.next.name if node.name == border else border
+        new.erase_node(node)
+    new.lint()
+    return Rewritten(fx.GraphModule(joint, new), border, tuple(ends))

@@ -1,0 +1,159 @@
+"""Split: a rewritten joint graph to a forward graph and the stages of backward.
+
+Every part is a `GraphModule` that takes its inputs as one list, empties the list, and drops every
+intermediate after its last use, so that what is alive while it runs is what liveness says.
+
+The forward graph returns updates, results and saved values. A stage takes what it needs of primals,
+tangents, saved values and earlier stages' values by name, and returns the gradients it delivers and
+what later stages need. The whole backward graph is made as well, for reading.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from remat.ir import OutputKind
+from remat.ir._torch import BoxedCodeGen
+from remat.ir.lift import Signature
+
+from .rewrite import Rewritten
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One slice of backward."""
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    """Names of what it reads, in order."""
+    dropped: tuple[bool, ...]
+    """Per input: no later stage reads it."""
+    kept: tuple[str, ...]
+    """Names of what it returns for later stages, after the gradients."""
+    gradients: tuple[str, ...]
+    """Targets of the gradients that it returns, first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A planned step as graphs that can run."""
+
+    forward: fx.GraphModule
+    mutations: tuple[str, ...]
+    """Targets of the updates, the first outputs of forward."""
+    results: int
+    """Number of results, which follow."""
+    saved: tuple[str, ...]
+    """Names of the saved values, the last outputs of forward."""
+    primals: tuple[str, ...]
+    """Names of the inputs of forward, in order; backward refers to them by these names."""
+    tangents: tuple[str, ...]
+    """Names of the tangents, in order."""
+    stages: tuple[Stage, ...]
+    backward: fx.GraphModule
+    """The stages in one graph."""
+
+
+def split(rewritten: Rewritten, signature: Signature) -> Parts:
+    """Cut a rewritten joint graph at the border and at the ends of the stages."""
+    joint = rewritten.joint
+    nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
+    placeholders = [node.name for node in joint.graph.nodes if node.op == "placeholder"]
+    count = len(placeholders) - len(signature.gradient_results)
+    primals, tangents = placeholders[:count], placeholders[count:]
+    cut = next(i for i, node in enumerate(nodes) if node.name == rewritten.border)
+    forward, backward = nodes[:cut], nodes[cut:]
+    outputs = list(zip(joint.graph.output_node().args[0], signature.outputs, strict=True))  # type: ignore[arg-type]
+    early: list[fx.Node | None] = [n for n, (kind, _) in outputs if kind is not OutputKind.GRADIENT]
+    gradients = [
+        (node, target)
+        for node, (kind, target) in outputs
+        if kind is OutputKind.GRADIENT and isinstance(node, fx.Node)
+    ]
+    of_forward = {node.name: node for node in forward}
+    saved = [of_forward[name] for name in _reads(backward) if name in of_forward]
+    stages = _stages(joint, backward, gradients, rewritten.stage_ends)
+    return Parts(
+        forward=_module(joint, forward, primals, [*early, *saved]),
+        mutations=tuple(t for _, (kind, t) in outputs if kind is OutputKind.MUTATION),
+        results=sum(kind is OutputKind.RESULT for _, (kind, _) in outputs),
+        saved=tuple(node.name for node in saved),
+        primals=tuple(primals),
+        tangents=tuple(tangents),
+        stages=stages,
+        backward=_module(joint, backward, _reads(backward), [node for node, _ in gradients]),
+    )
+
+
+def _reads(nodes: Sequence[fx.Node]) -> list[str]:
+    """Names of what `nodes` read and do not compute, in order of first use."""
+    own = {node.name for node in nodes}
+    found: dict[str, None] = {}
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            if operand.name not in own and operand.op != "get_attr":
+                found[operand.name] = None
+    return list(found)
+
+
+def _stages(
+    joint: fx.GraphModule,
+    backward: Sequence[fx.Node],
+    gradients: Sequence[tuple[fx.Node, str]],
+    ends: Sequence[str],
+) -> tuple[Stage, ...]:
+    position = {node.name: i for i, node in enumerate(backward)}
+    cuts = sorted({position[end] + 1 for end in ends if end in position} | {len(backward)})
+    slices = [list(backward[a:b]) for a, b in zip([0, *cuts], cuts, strict=False) if b > a]
+    needs = [_reads(part) for part in slices]
+    stages: list[Stage] = []
+    pending = list(gradients)
+    for i, part in enumerate(slices):
+        later = {name for read in needs[i + 1 :] for name in read}
+        available = {node.name for part_ in slices[: i + 1] for node in part_}
+        # A gradient is delivered once nothing reads it any more, else autograd would have to copy it.
+        ready = [g for g in pending if g[0].name not in later and g[0].name in available]
+        pending = [g for g in pending if g not in ready]
+        own = {node.name for node in part}
+        carried = [g for g in ready if g[0].name not in own]
+        inputs = needs[i] + [g[0].name for g in carried if g[0].name not in needs[i]]
+        keep = later | {g[0].name for g in pending}
+        kept = [node for node in part if node.name in keep]
+        outputs = [g[0] for g in ready] + kept
+        stages.append(
+            Stage(
+                module=_module(joint, part, inputs, outputs),
+                inputs=tuple(inputs),
+                dropped=tuple(name not in keep for name in inputs),
+                kept=tuple(node.name for node in kept),
+                gradients=tuple(target for _, target in ready),
+            )
+        )
+    return tuple(stages)
+
+
+def _module(
+    joint: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[str],
+    outputs: Sequence[fx.Node | None],
+) -> fx.GraphModule:
+    """A graph module of `nodes` with boxed inputs."""
+    graph = fx.Graph()
+    graph.set_codegen(BoxedCodeGen())
+    made: dict[str, fx.Node] = {}
+    by_name = {node.name: node for node in joint.graph.nodes}
+    for name in inputs:
+        made[name] = graph.placeholder(name)
+        made[name].meta = dict(by_name[name].meta)
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            if operand.op == "get_attr" and operand.name not in made:
+                made[operand.name] = graph.node_copy(operand)
+        made[node.name] = graph.node_copy(node, lambda n: made[n.name])
+    graph.output(tuple(None if node is None else made[node.name] for node in outputs))
+    module = fx.GraphModule(joint, graph)
+    module.graph.set_codegen(BoxedCodeGen())
+    module.recompile()
+    return module
