@@ -1,7 +1,9 @@
 """The rematerialization problem as plain integers, and the solvers that share one signature."""
 
 from .brute_force import solve_brute_force
+from .cp_sat import solve_cp_sat
 from .evaluate import Evaluation, evaluate
+from .least_peak import least_peak
 from .problem import BoundClass, Limits, Op, Problem, Solution, Status
 from .windows import solve_windows
 
@@ -14,6 +16,8 @@ __all__ = [
     "Solution",
     "Status",
     "evaluate",
+    "least_peak",
     "solve_brute_force",
+    "solve_cp_sat",
     "solve_windows",
 ]

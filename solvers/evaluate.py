@@ -71,6 +71,22 @@ def evaluate(problem: Problem, schedule: Sequence[int]) -> Evaluation:
     return Evaluation(peak, at, cost, tuple(total), peak <= problem.budget)
 
 
+def excesses(problem: Problem, schedule: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Executions during which the bytes exceed the budget, worst first.
+
+    Returns:
+        Per execution (bytes above the budget, the next op to be executed for the first time, the op that is
+        executed); the two ops are the same if it is a first execution.
+    """
+    found: list[tuple[int, int, int]] = []
+    seen = 0
+    for v, used in zip(schedule, evaluate(problem, schedule).bytes, strict=True):
+        if used > problem.budget:
+            found.append((used - problem.budget, seen, v))
+        seen += v == seen
+    return sorted(found, key=lambda item: (-item[0], item[1], item[2]))
+
+
 def _first_positions(problem: Problem, schedule: Sequence[int]) -> list[int]:
     """Position of each op's first execution; checks their order and who is repeated."""
     n = len(problem.ops)

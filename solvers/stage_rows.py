@@ -68,7 +68,11 @@ def _present(build: Build, s: int, k: int, j: int) -> list[mathopt.Variable | No
 def _needed(build: Build, s: int, k: int, t: int, j: int) -> list[mathopt.Variable | None]:
     """What keeps s in memory after j is repeated; None if something does so anyway."""
     following = build.s[k + 1] if k + 1 < len(build.s) else {}
-    if s in build.problem.ops[t].reads or (s in following and following[s] is None):
+    if (
+        s in build.problem.ops[t].reads
+        or build.table.forced[s] >= t
+        or (s in following and following[s] is None)
+    ):
         return [None]
     needed: list[mathopt.Variable | None] = [following[s]] if s in following else []
     readers = (build.table.writer[s],) if s in build.states else build.table.readers[s]

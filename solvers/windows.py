@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from .decode import decode
-from .evaluate import Evaluation, evaluate
+from .evaluate import Evaluation, evaluate, excesses
 from .improve import drop_repetitions, prune
 from .index import Index, forced_bytes, index
 from .problem import DEFAULT_LIMITS, Limits, Problem, Solution, Status
@@ -66,8 +66,7 @@ class _Search:
             return None
         found = evaluate(self.problem, schedule)
         if found.feasible and (not self.schedule or found.cost < self.cost):
-            self.schedule = drop_repetitions(self.problem, schedule)
-            self.cost = evaluate(self.problem, self.schedule).cost
+            self.schedule, self.cost = schedule, found.cost
         return found
 
     def closed(self) -> bool:
@@ -100,12 +99,13 @@ class _Search:
             return Solution(Status.INFEASIBLE, (), 0, 0, self.bound)
         if not self.schedule:
             return Solution(Status.UNKNOWN, (), 0, 0, self.bound)
-        bound = min(self.bound, float(self.cost))
+        schedule = drop_repetitions(self.problem, self.schedule)
+        found = evaluate(self.problem, schedule)
+        self.schedule, self.cost = schedule, found.cost
         status = Status.TIME_LIMIT if self.timed_out else Status.FEASIBLE
         if self.closed():
             status = Status.OPTIMAL
-        peak = evaluate(self.problem, self.schedule).peak
-        return Solution(status, self.schedule, self.cost, peak, bound)
+        return Solution(status, schedule, found.cost, found.peak, min(self.bound, found.cost))
 
 
 def solve_windows(
@@ -202,17 +202,10 @@ def _violated(
     An excess while an op is repeated counts for the first execution that follows, and for the one before:
     with both, the recomputation has a window of its own, and a row can look at it.
     """
-    total = evaluate(problem, schedule).bytes
-    excess: list[tuple[int, int, int]] = []
-    seen = 0
-    for v, used in zip(schedule, total, strict=True):
-        if used > problem.budget:
-            excess.append((-used, seen, v))
-        seen += v == seen
     new: list[int] = []
     rows: list[tuple[int, int]] = []
     apart = max(1, len(problem.ops) // 100)
-    for _, t, v in sorted(excess):
+    for _, t, v in excesses(problem, schedule):
         if v < t:
             rows.append((t, v))
         if any(abs(t - other) <= apart for other in new):
