@@ -3,6 +3,8 @@
 Tested on torch 2.13. They exist from 2.11 to 2.14, as far as their sources tell.
 """
 
+from torch._C import _DisableAutocast as DisableAutocast
+from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch._dynamo.source import ConstantSource
 from torch._export.utils import _compiling_state_context as compiling_state
 from torch._functorch import config as functorch_config
@@ -30,6 +32,7 @@ __all__ = [
     "ConstantSource",
     "DataDependentOutputException",
     "DimDynamic",
+    "DisableAutocast",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
@@ -41,6 +44,7 @@ __all__ = [
     "compiling_state",
     "functorch_config",
     "inductor_config",
+    "keeps_graph",
     "no_dispatch",
     "reparametrize",
     "tracing",

@@ -1,0 +1,1 @@
+from ir._torch import *
