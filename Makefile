@@ -4,6 +4,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
+# torch writes a line to the terminal whenever its profiler starts or stops.
+export KINETO_LOG_LEVEL := 5
+export TORCH_CPP_LOG_LEVEL := ERROR
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint examples clean
 
