@@ -3,6 +3,8 @@
 from .brute_force import solve_brute_force
 from .cp_sat import solve_cp_sat
 from .evaluate import Evaluation, evaluate
+from .improve import drop_repetitions, prune
+from .index import forced_bytes
 from .least_peak import least_peak
 from .problem import BoundClass, Limits, Op, Problem, Solution, Status
 from .windows import solve_windows
@@ -15,8 +17,11 @@ __all__ = [
     "Problem",
     "Solution",
     "Status",
+    "drop_repetitions",
     "evaluate",
+    "forced_bytes",
     "least_peak",
+    "prune",
     "solve_brute_force",
     "solve_cp_sat",
     "solve_windows",

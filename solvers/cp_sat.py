@@ -80,7 +80,7 @@ def solve_cp_sat(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> Solution:
     if measured.feasible:
         return Solution(Status.OPTIMAL, best, 0, measured.peak, 0.0)
     infeasible = Solution(Status.INFEASIBLE, (), 0, 0, float("inf"))
-    if max(forced_bytes(problem, table)) > problem.budget:
+    if max(forced_bytes(problem)) > problem.budget:
         return infeasible
     best = prune(problem, decode(problem, table, None, problem.budget))
     if best and not evaluate(problem, best).feasible:

@@ -33,7 +33,7 @@ class Evaluation:
 
 
 @dataclass(slots=True)
-class _Instance:
+class Instance:
     """One allocation of a storage: positions in the schedule between which it is alive."""
 
     storage: int
@@ -54,7 +54,7 @@ def evaluate(problem: Problem, schedule: Sequence[int]) -> Evaluation:
     first = _first_positions(problem, schedule)
     length = len(schedule)
     change = [0] * (length + 1)
-    for instance in _instances(problem, schedule, first):
+    for instance in instances(problem, schedule):
         change[instance.birth] += problem.sizes[instance.storage]
         change[instance.death + 1] -= problem.sizes[instance.storage]
     alive = accumulate(change[:length], initial=problem.resident)
@@ -110,13 +110,18 @@ def _first_positions(problem: Problem, schedule: Sequence[int]) -> list[int]:
     return first
 
 
-def _instances(problem: Problem, schedule: Sequence[int], first: Sequence[int]) -> list[_Instance]:
-    """Every instance with its life, in order of birth."""
+def instances(problem: Problem, schedule: Sequence[int]) -> list[Instance]:
+    """Every instance with its life, in order of birth.
+
+    Raises:
+        VerifyError: as `evaluate`.
+    """
+    first = _first_positions(problem, schedule)
     repeated = [False] * len(problem.ops)
     for position, v in enumerate(schedule):
         repeated[v] = repeated[v] or position != first[v]
-    instances: list[_Instance] = []
-    latest: list[_Instance | None] = [None] * len(problem.sizes)
+    made: list[Instance] = []
+    latest: list[Instance | None] = [None] * len(problem.sizes)
     for position, v in enumerate(schedule):
         op = problem.ops[v]
         is_first = position == first[v]
@@ -133,11 +138,11 @@ def _instances(problem: Problem, schedule: Sequence[int], first: Sequence[int]) 
                 )
             instance.death = max(instance.death, position)
         for s in writes:
-            new = latest[s] = _Instance(s, position, position)
-            instances.append(new)
+            new = latest[s] = Instance(s, position, position)
+            made.append(new)
             if is_first:
                 new.death = max(position, _hold_end(problem, schedule, first, s))
-    return instances
+    return made
 
 
 def _hold_end(problem: Problem, schedule: Sequence[int], first: Sequence[int], s: int) -> int:

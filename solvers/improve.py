@@ -7,7 +7,7 @@ execution, and never makes a schedule worse.
 
 from collections.abc import Sequence
 
-from .evaluate import evaluate
+from .evaluate import Instance, evaluate, instances
 from .problem import Problem
 
 
@@ -38,47 +38,68 @@ def drop_repetitions(problem: Problem, schedule: Sequence[int]) -> tuple[int, ..
     """Leave out repetitions, dearest first, as long as the schedule still fits the budget."""
     current = prune(problem, schedule)
     while True:
-        shorter = _without_one(problem, current)
-        if not shorter:
+        shorter = prune(problem, _sweep(problem, current))
+        if len(shorter) == len(current) or not evaluate(problem, shorter).feasible:
             return current
         current = shorter
 
 
-def _without_one(problem: Problem, schedule: tuple[int, ...]) -> tuple[int, ...]:
-    """The schedule without one repetition, or an empty one if each of them is needed."""
-    total = evaluate(problem, schedule).bytes
-    for position, idle in _repetitions(problem, schedule):
-        extra = 0
-        fits = True
-        waiting = sorted(idle, reverse=True)
-        # What the repetition writes would instead stay from its last read before until here.
-        for p in range(waiting[-1][0] + 1 if waiting else position, position):
-            while waiting and waiting[-1][0] < p:
-                extra += waiting.pop()[1]
-            if total[p] + extra > problem.budget:
-                fits = False
-                break
-        if fits:
-            shorter = prune(problem, schedule[:position] + schedule[position + 1 :])
-            if evaluate(problem, shorter).feasible:
-                return shorter
-    return ()
+def _sweep(problem: Problem, schedule: tuple[int, ...]) -> tuple[int, ...]:
+    """Try every repetition once; what it wrote would stay from its last read before until then.
+
+    The bytes are kept up to date from above: that the reads of a repetition end with it is not counted.
+    """
+    total = list(evaluate(problem, schedule).bytes)
+    lives: list[list[Instance]] = [[] for _ in problem.sizes]
+    written: list[list[Instance]] = [[] for _ in schedule]
+    for instance in instances(problem, schedule):
+        lives[instance.storage].append(instance)
+        written[instance.birth].append(instance)
+    left_out: set[int] = set()
+    for position in _repetitions(problem, schedule):
+        merged = [(lives[x.storage][lives[x.storage].index(x) - 1], x) for x in written[position]]
+        # (last position before the extra bytes begin, bytes), the latest first
+        waiting = sorted(
+            (
+                (before.death, problem.sizes[x.storage])
+                for before, x in merged
+                if x.death > x.birth
+            ),
+            reverse=True,
+        )
+        raised = _raised(total, waiting, position, problem.budget)
+        if raised is None:
+            continue
+        total[position - len(raised) : position] = raised
+        left_out.add(position)
+        for before, x in merged:
+            lives[x.storage].remove(x)
+            if x.death > x.birth:
+                before.death = max(before.death, x.death)
+    return tuple(v for position, v in enumerate(schedule) if position not in left_out)
 
 
-def _repetitions(
-    problem: Problem, schedule: tuple[int, ...]
-) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Repetitions, dearest first: position and, per storage written, (last use before, size)."""
-    last_use = [-1] * len(problem.sizes)
+def _raised(
+    total: list[int], waiting: list[tuple[int, int]], end: int, budget: int
+) -> list[int] | None:
+    """The bytes before position `end` with what waits added; None if they exceed the budget."""
+    raised: list[int] = []
+    extra = 0
+    for p in range(waiting[-1][0] + 1 if waiting else end, end):
+        while waiting and waiting[-1][0] < p:
+            extra += waiting.pop()[1]
+        raised.append(total[p] + extra)
+        if raised[-1] > budget:
+            return None
+    return raised
+
+
+def _repetitions(problem: Problem, schedule: tuple[int, ...]) -> list[int]:
+    """Positions of the executions that are not first: dearest first, then latest first."""
+    found: list[int] = []
     seen = 0
-    found: list[tuple[int, list[tuple[int, int]]]] = []
     for position, v in enumerate(schedule):
-        op = problem.ops[v]
-        for s in op.reads:
-            last_use[s] = position
         if v < seen:
-            found.append((position, [(last_use[s], problem.sizes[s]) for s in op.writes]))
+            found.append(position)
         seen = max(seen, v + 1)
-        for s in op.writes:
-            last_use[s] = position
-    return sorted(found, key=lambda item: (-problem.ops[schedule[item[0]]].cost, -item[0]))
+    return sorted(found, key=lambda position: (-problem.ops[schedule[position]].cost, -position))

@@ -67,8 +67,9 @@ def index(problem: Problem) -> Index:
     )
 
 
-def forced_bytes(problem: Problem, table: Index) -> list[int]:
+def forced_bytes(problem: Problem) -> tuple[int, ...]:
     """Bytes during each first execution that no schedule can avoid; their maximum bounds the peak."""
+    table = index(problem)
     n = len(problem.ops)
     change = [0] * (n + 1)
     for s, size in enumerate(problem.sizes):
@@ -81,4 +82,4 @@ def forced_bytes(problem: Problem, table: Index) -> list[int]:
         running += change[t]
         extra = sum(problem.sizes[s] for s in op.reads if table.forced[s] < t)
         total.append(running + extra + op.scratch)
-    return total
+    return tuple(total)

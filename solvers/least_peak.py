@@ -35,7 +35,7 @@ def least_peak(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> Solution:
     table = index(problem)
     schedule = tuple(range(len(problem.ops)))
     upper = evaluate(problem, schedule).peak
-    lower = max(forced_bytes(problem, table), default=problem.resident)
+    lower = max(forced_bytes(problem), default=problem.resident)
     middle = lower
     timed_out = False
     while lower < upper:

@@ -127,7 +127,7 @@ def solve_windows(
     identity = search.offer(range(len(problem.ops)))
     if identity is None or identity.feasible:
         return search.solution()
-    if max(forced_bytes(problem, table)) > problem.budget:
+    if max(forced_bytes(problem)) > problem.budget:
         search.bound = float("inf")
         return search.solution()
     search.offer(start)

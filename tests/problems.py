@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 from hypothesis import strategies as st
+
 from remat.solvers import Op, Problem, evaluate
 
 
