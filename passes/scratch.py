@@ -77,7 +77,7 @@ class Scratch:
 def measure_scratch(
     calls: Sequence[Call],
     binding: Mapping[sympy.Symbol, int] | None = None,
-    limit_bytes: int = 2**30,
+    limit_bytes: int = 2**32,
 ) -> tuple[Scratch, ...]:
     """Scratch of every call; each distinct one is executed at most once in a process.
 
