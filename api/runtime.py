@@ -20,7 +20,7 @@ import torch
 
 from remat.ir import GuardError
 from remat.ir._torch import DisableAutocast, keeps_graph
-from remat.passes import Parts
+from remat.passes import Parts, Prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,40 @@ class Program:
     """Per stage gradient, flattened: position among the primals of the tensor it belongs to."""
 
 
+def make_program(parts: Parts, prepared: Prepared) -> Program:
+    """A program from the parts of a rewritten step."""
+    captured = prepared.capture
+    position = {name: i for i, name in enumerate(parts.primals)}
+    return Program(
+        parts=parts,
+        results=captured.requires_grad,
+        gradient_results=captured.gradient_outputs,
+        depends=_tangents_behind(parts),
+        parameters=tuple(position[t] for stage in parts.stages for t in stage.gradients),
+    )
+
+
+def _tangents_behind(parts: Parts) -> dict[str, frozenset[int]]:
+    """Gradient target -> tangents that it depends on."""
+    behind: dict[str, frozenset[int]] = {
+        name: frozenset([i]) for i, name in enumerate(parts.tangents)
+    }
+    for node in parts.backward.graph.nodes:
+        if node.op == "call_function":
+            behind[node.name] = frozenset().union(
+                *(behind.get(operand.name, frozenset()) for operand in node.all_input_nodes)
+            )
+    targets = [target for stage in parts.stages for target in stage.gradients]
+    names = {
+        target: node.name
+        for stage in parts.stages
+        for target, node in zip(
+            stage.gradients, stage.module.graph.output_node().args[0], strict=False
+        )
+    }
+    return {target: behind.get(names[target], frozenset()) for target in targets}
+
+
 @dataclass(slots=True)
 class Frame:
     """One forward whose backward may still come."""
@@ -52,10 +86,17 @@ class Frame:
     env: dict[str, Any] = field(default_factory=dict)
     missing: frozenset[int] = frozenset()
     keep: bool = False
+    done: bool = False
+
+    def finish(self) -> None:
+        """The forward is no longer outstanding."""
+        if not self.done:
+            self.done = True
+            self.on_done()
 
     def __del__(self) -> None:
-        """An abandoned forward is no longer outstanding."""
-        self.on_done()
+        """An abandoned forward is no longer outstanding either."""
+        self.finish()
 
 
 def run(
@@ -71,7 +112,7 @@ def run(
     parts = program.parts
     named = dict(zip(parts.primals, primals, strict=True))
     with torch.no_grad(), DisableAutocast():
-        made = parts.forward(list(primals))
+        made = parts.forward.forward(list(primals))
         first = len(parts.mutations)
         for target, new in zip(parts.mutations, made[:first], strict=True):
             named[target].copy_(new)
@@ -216,7 +257,7 @@ class _Stage(torch.autograd.Function):
             else:
                 inputs.append(env.pop(name) if drop else env[name])
         with torch.no_grad(), DisableAutocast():
-            made = list(stage.module(inputs))
+            made = list(stage.module.forward(inputs))
         count = len(stage.gradients)
         env.update(zip(stage.kept, made[count:], strict=True))
         del made[count:]
@@ -224,9 +265,10 @@ class _Stage(torch.autograd.Function):
         for i, target in enumerate(stage.gradients):
             if frame.missing and depends[target] <= frame.missing:
                 made[i] = None
-        if ctx.number == len(frame.program.parts.stages) - 1:
-            env.clear()
-            if not frame.keep:
-                frame.primals = {}
-                frame.on_done()
-        return (None, None, token, *made)
+        if ctx.number < len(frame.program.parts.stages) - 1:
+            return (None, None, token, *made)
+        env.clear()
+        if not frame.keep:
+            frame.primals = {}
+            frame.finish()
+        return (None, None, None, *made)

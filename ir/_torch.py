@@ -5,6 +5,9 @@ Tested on torch 2.13. They exist from 2.11 to 2.14, as far as their sources tell
 
 from torch._C import _DisableAutocast as DisableAutocast
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+from torch._C._autograd import (
+    _top_saved_tensors_default_hooks as saved_tensors_hooks,  # hooks in force, or None
+)
 from torch._dynamo.source import ConstantSource
 from torch._export.utils import _compiling_state_context as compiling_state
 from torch._functorch import config as functorch_config
@@ -47,5 +50,6 @@ __all__ = [
     "keeps_graph",
     "no_dispatch",
     "reparametrize",
+    "saved_tensors_hooks",
     "tracing",
 ]

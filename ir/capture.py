@@ -41,8 +41,11 @@ from ._torch import (
 from .dropout import eager_dropout
 from .errors import UnsupportedGraphError
 from .fake import Dynamic, fake_tensors
+from .graph import OutputKind
+from .lift import Signature
 from .origin import record_origins
 from .structure import put_tensors, take_tensors
+from .trace import Role
 
 
 class Route(StrEnum):
@@ -76,6 +79,69 @@ class Capture:
     symbols: Mapping[str, str]
     """Name of each symbol in the graph, to the user's name for it."""
     route: Route
+
+    def signature(self) -> tuple[Signature, list[fx.Node], list[tuple[int, fx.Node]]]:
+        """What the joint graph's inputs and outputs are.
+
+        Returns:
+            The signature, the placeholders that the step updates, and for each gradient its position
+            among the outputs with the placeholder that it belongs to.
+        """
+        placeholders = [node for node in self.joint.graph.nodes if node.op == "placeholder"]
+        names = [*self.parameters, *self.buffers]
+        inputs = [(name, Role.PARAMETER) for name in self.parameters]
+        inputs += [(name, Role.BUFFER) for name in self.buffers]
+        inputs += [(f"argument {i}", Role.INPUT) for i in range(self.arguments)]
+        inputs += [("tangent", Role.TANGENT)] * (len(placeholders) - len(inputs))
+        by_desc = {repr(node.meta["desc"]): i for i, node in enumerate(placeholders)}
+        outputs: list[tuple[OutputKind, str]] = []
+        mutated: list[fx.Node] = []
+        gradients: list[tuple[int, fx.Node]] = []
+        gradient_results: list[int] = []
+        for position, desc in enumerate(self.joint.graph.output_node().meta["desc"]):
+            kind, of = _output_kind(desc)
+            if of is None and kind is OutputKind.GRADIENT:  # an input that has none
+                outputs.append((kind, ""))
+                continue
+            if kind is OutputKind.RESULT:
+                outputs.append((kind, str(desc.idx)))
+                if desc.idx in self.gradient_outputs:
+                    gradient_results.append(position)
+                continue
+            node = placeholders[by_desc[repr(of)]]
+            outputs.append((kind, node.name))
+            if kind is OutputKind.MUTATION:
+                mutated.append(node)
+            elif self.joint.graph.output_node().args[0][position] is not None:
+                gradients.append((position, node))
+        assert len(names) + self.arguments + len(gradient_results) == len(placeholders)
+        return Signature(tuple(inputs), tuple(outputs), tuple(gradient_results)), mutated, gradients
+
+    def results(self) -> list[torch.Tensor]:
+        """Fake tensors of the module's output, in order, as new leaves."""
+        output = self.joint.graph.output_node()
+        found = []
+        for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
+            if _output_kind(desc)[0] is OutputKind.RESULT:
+                found.append(node.meta["val"])
+        return found
+
+
+def _output_kind(desc: Any) -> tuple[OutputKind, Any]:
+    """Kind of an output by its descriptor, and the descriptor of the input it belongs to."""
+    kind = type(desc).__name__
+    if desc is None:
+        return OutputKind.GRADIENT, None
+    if kind == "PlainAOTOutput":
+        return OutputKind.RESULT, None
+    if kind == "GradAOTOutput":
+        return OutputKind.GRADIENT, desc.grad_of
+    if kind == "InputMutationAOTOutput":
+        return OutputKind.MUTATION, desc.mutated_input
+    raise UnsupportedGraphError(
+        f"the model has an output of kind {kind} (views of inputs, views that share memory with each "
+        "other, or inputs whose shape changes), which a plan cannot return. Return copies instead."
+    )
 
 
 class _Functional(nn.Module):

@@ -7,41 +7,73 @@ and the solvers run without torch.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .formulate import Index, cut_stages, formulate, resident_bytes
+from .liveness import LiveRanges, holders, live_ranges, planned_trace
 from .memory import MemoryProfile, alive_at, at_binding, profile
+from .plan import Plan, Tensor
+from .protocol import StepProtocol
 
 if TYPE_CHECKING:
     from .cost import Cost, costs, timed_costs
     from .devices import Device, device
     from .eager import eager_trace, optimizer_trace
+    from .emit import Emitted, emit_schedule, repeated_tensors, saved_tensors
+    from .prepare import Prepared, prepare_step
+    from .randomness import state_bytes
+    from .rewrite import Rewritten, rewrite_joint
     from .scratch import Call, Scratch, measure_scratch
+    from .split import Parts, Stage, split_joint
 
-_NEEDS_TORCH = {
-    "Call": "scratch",
-    "Cost": "cost",
-    "Device": "devices",
-    "Scratch": "scratch",
-    "costs": "cost",
-    "device": "devices",
-    "eager_trace": "eager",
-    "measure_scratch": "scratch",
-    "optimizer_trace": "eager",
-    "timed_costs": "cost",
+_MODULES = {
+    "cost": ("Cost", "costs", "timed_costs"),
+    "devices": ("Device", "device"),
+    "eager": ("eager_trace", "optimizer_trace"),
+    "emit": ("Emitted", "emit_schedule", "repeated_tensors", "saved_tensors"),
+    "prepare": ("Prepared", "prepare_step"),
+    "randomness": ("state_bytes",),
+    "rewrite": ("Rewritten", "rewrite_joint"),
+    "scratch": ("Call", "Scratch", "measure_scratch"),
+    "split": ("Parts", "Stage", "split_joint"),
 }
+_NEEDS_TORCH = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Call",
     "Cost",
     "Device",
+    "Emitted",
+    "Index",
+    "LiveRanges",
     "MemoryProfile",
+    "Parts",
+    "Plan",
+    "Prepared",
+    "Rewritten",
     "Scratch",
+    "Stage",
+    "StepProtocol",
+    "Tensor",
     "alive_at",
     "at_binding",
     "costs",
+    "cut_stages",
     "device",
     "eager_trace",
+    "emit_schedule",
+    "formulate",
+    "holders",
+    "live_ranges",
     "measure_scratch",
     "optimizer_trace",
+    "planned_trace",
+    "prepare_step",
     "profile",
+    "repeated_tensors",
+    "resident_bytes",
+    "rewrite_joint",
+    "saved_tensors",
+    "split_joint",
+    "state_bytes",
     "timed_costs",
 ]
 

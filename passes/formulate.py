@@ -48,11 +48,15 @@ def cut_stages(graph: Graph, binding: Mapping[sympy.Symbol, int]) -> tuple[tuple
     for output in graph.outputs:
         if output.kind is OutputKind.GRADIENT:
             ready |= dict.fromkeys(graph.values[output.value].storages, 0)
+    inputs = {s for value in graph.inputs for s in graph.values[value].storages}
+    ready = {s: i for s, i in ready.items() if s not in inputs}
+    first = next(i for i in range(graph.border + 1, len(graph.ops)) if not graph.is_alias(graph.ops[i]))
     real = [i for i, op in enumerate(graph.ops) if not graph.is_alias(op)]
     for i in real:
         op = graph.ops[i]
         for value in (*op.operands, op.result):
-            ready |= {s: i for s in graph.values[value].storages if s in ready}
+            at = max(i, first)
+            ready |= {s: at for s in graph.values[value].storages if s in ready}
     size = {s: at_binding(graph.storages[s].size, binding) for s in ready}
     ends: list[int] = []
     pending = 0

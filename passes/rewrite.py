@@ -12,7 +12,7 @@ alias of the first.
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from remat.ir import BORDER, Graph
+from remat.ir import BORDER, Graph, OutputKind
 from remat.ir._torch import FakeTensor, FakeTensorMode
 from remat.ir.canonical import is_random
 from remat.ir.lift import tensors_of
@@ -41,6 +41,8 @@ class Rewritten:
     """Name of the first node of backward."""
     stage_ends: tuple[str, ...]
     """Name of the last node of each stage of backward."""
+    delivered: Mapping[str, int]
+    """Target of a gradient -> number of the stage that delivers it."""
 
 
 @dataclass(slots=True)
@@ -123,7 +125,7 @@ class _Emitter:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def rewrite(
+def rewrite_joint(
     joint: fx.GraphModule, graph: Graph, index: Index, schedule: Sequence[int]
 ) -> Rewritten:
     """Write a schedule out as a new joint graph.
@@ -164,7 +166,13 @@ def rewrite(
     assert before_border is not None
     emitter.new.output(tuple(outputs.taken(emitter)))
     border = before_border.next.name
-    return _finish(joint, emitter.new, border, marks)
+    stage = {end: number for number, end in enumerate(index.stage_ends)}
+    delivered = {
+        output.target: stage[index.delivered[graph.values[output.value].storages[0]]]
+        for output in graph.outputs
+        if output.kind is OutputKind.GRADIENT
+    }
+    return _finish(joint, emitter.new, Rewritten(joint, border, (), delivered), marks)
 
 
 def _last(graph: fx.Graph) -> fx.Node:
@@ -195,9 +203,10 @@ class _OutputTaker:
 
 
 def _finish(
-    joint: fx.GraphModule, new: fx.Graph, border: str, marks: Sequence[fx.Node]
+    joint: fx.GraphModule, new: fx.Graph, draft: Rewritten, marks: Sequence[fx.Node]
 ) -> Rewritten:
     """Remove unused views; a mark on a removed node moves to the node before it."""
+    border = draft.border
     ends = [mark.name for mark in marks]
     random = (generator_state, repeat_random)
     for node in reversed(list(new.nodes)):
@@ -210,4 +219,4 @@ def _finish(
         border = node.next.name if node.name == border else border
         new.erase_node(node)
     new.lint()
-    return Rewritten(fx.GraphModule(joint, new), border, tuple(ends))
+    return Rewritten(fx.GraphModule(joint, new), border, tuple(ends), draft.delivered)

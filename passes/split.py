@@ -55,7 +55,7 @@ class Parts:
     """The stages in one graph."""
 
 
-def split(rewritten: Rewritten, signature: Signature) -> Parts:
+def split_joint(rewritten: Rewritten, signature: Signature) -> Parts:
     """Cut a rewritten joint graph at the border and at the ends of the stages."""
     joint = rewritten.joint
     nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
@@ -73,7 +73,7 @@ def split(rewritten: Rewritten, signature: Signature) -> Parts:
     ]
     of_forward = {node.name: node for node in forward}
     saved = [of_forward[name] for name in _reads(backward) if name in of_forward]
-    stages = _stages(joint, backward, gradients, rewritten.stage_ends)
+    stages = _stages(rewritten, backward, gradients)
     return Parts(
         forward=_module(joint, forward, primals, [*early, *saved]),
         mutations=tuple(t for _, (kind, t) in outputs if kind is OutputKind.MUTATION),
@@ -98,32 +98,24 @@ def _reads(nodes: Sequence[fx.Node]) -> list[str]:
 
 
 def _stages(
-    joint: fx.GraphModule,
-    backward: Sequence[fx.Node],
-    gradients: Sequence[tuple[fx.Node, str]],
-    ends: Sequence[str],
+    rewritten: Rewritten, backward: Sequence[fx.Node], gradients: Sequence[tuple[fx.Node, str]]
 ) -> tuple[Stage, ...]:
     position = {node.name: i for i, node in enumerate(backward)}
-    cuts = sorted({position[end] + 1 for end in ends if end in position} | {len(backward)})
-    slices = [list(backward[a:b]) for a, b in zip([0, *cuts], cuts, strict=False) if b > a]
+    cuts = [position[end] + 1 for end in rewritten.stage_ends[:-1]] + [len(backward)]
+    slices = [list(backward[a:b]) for a, b in zip([0, *cuts], cuts, strict=False)]
     needs = [_reads(part) for part in slices]
     stages: list[Stage] = []
-    pending = list(gradients)
     for i, part in enumerate(slices):
-        later = {name for read in needs[i + 1 :] for name in read}
-        available = {node.name for part_ in slices[: i + 1] for node in part_}
-        # A gradient is delivered once nothing reads it any more, else autograd would have to copy it.
-        ready = [g for g in pending if g[0].name not in later and g[0].name in available]
-        pending = [g for g in pending if g not in ready]
+        ready = [g for g in gradients if rewritten.delivered[g[1]] == i]
         own = {node.name for node in part}
-        carried = [g for g in ready if g[0].name not in own]
-        inputs = needs[i] + [g[0].name for g in carried if g[0].name not in needs[i]]
-        keep = later | {g[0].name for g in pending}
+        inputs = list(needs[i])
+        inputs += [node.name for node, _ in ready if node.name not in own and node.name not in inputs]
+        keep = {name for read in needs[i + 1 :] for name in read}
+        keep |= {node.name for node, target in gradients if rewritten.delivered[target] > i}
         kept = [node for node in part if node.name in keep]
-        outputs = [g[0] for g in ready] + kept
         stages.append(
             Stage(
-                module=_module(joint, part, inputs, outputs),
+                module=_module(rewritten.joint, part, inputs, [node for node, _ in ready] + kept),
                 inputs=tuple(inputs),
                 dropped=tuple(name not in keep for name in inputs),
                 kept=tuple(node.name for node in kept),

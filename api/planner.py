@@ -1,0 +1,268 @@
+"""From a module and example arguments to a plan and the program that runs it."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from remat.ir import Block, Role, SolverError, Trace
+from remat.passes import (
+    Emitted,
+    Index,
+    Plan,
+    Prepared,
+    StepProtocol,
+    costs,
+    device,
+    eager_trace,
+    emit_schedule,
+    formulate,
+    measure_scratch,
+    optimizer_trace,
+    prepare_step,
+    profile,
+    repeated_tensors,
+    resident_bytes,
+    saved_tensors,
+    state_bytes,
+    timed_costs,
+)
+from remat.solvers import BoundClass, Limits, Problem, Solution, Status, least_peak, solve_windows
+
+from .infeasible import infeasible_error
+from .optimizers import Assumed
+from .runtime import Program, make_program
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked for."""
+
+    module: nn.Module
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    budget: int
+    """Bytes."""
+    loss_fn: Callable[[Any], torch.Tensor] | None
+    optimizer: Assumed
+    protocol: StepProtocol
+    cost_model: str
+    limits: Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what it takes to run and to explain it."""
+
+    plan: Plan
+    program: Program | None
+    """None if the original forward runs."""
+    prepared: Prepared
+    emitted: Emitted | None
+    trace: Trace
+    """The planned step; the eager one if the original forward runs."""
+    seconds: Mapping[str, float]
+    """Time that each part of planning took."""
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Where planning time goes."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    last: float = field(default_factory=time.perf_counter)
+
+    def mark(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] = now - self.last
+        self.last = now
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What is on the device beside the graph's inputs, and the optimizer step."""
+
+    blocks: tuple[Block, ...]
+    """Optimizer state, resident gradients, other bytes."""
+    optimizer: Trace | None
+
+    @property
+    def bytes(self) -> int:
+        """Sum of the blocks."""
+        return sum(int(block.size) for block in self.blocks)
+
+
+def make_plan(request: Request) -> Planned:
+    """Plan one training step.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits; names the least peak.
+        UnsupportedGraphError: the model cannot be captured.
+    """
+    clock = _Clock()
+    around = surroundings(request)
+    eager = _eager(request)
+    clock.mark("eager trace")
+    prepared = prepare_step(
+        request.module,
+        request.args,
+        request.kwargs,
+        forward=request.forward,
+        loss_fn=request.loss_fn,
+        protocol=request.protocol,
+    )
+    clock.mark("capture")
+    times = op_times(prepared, request.cost_model)
+    problem, index = _formulate(request, prepared, around, times)
+    clock.mark("formulate")
+    least = least_peak(problem, replace(request.limits, time_s=request.limits.time_s / 3))
+    clock.mark("least peak")
+
+    def emitted(schedule: Sequence[int]) -> Emitted:
+        return emit_schedule(
+            prepared,
+            index,
+            schedule,
+            request.protocol,
+            extra=around.blocks,
+            optimizer=around.optimizer,
+        )
+
+    baseline = profile(eager).peak + request.protocol.other_bytes
+    smallest = emitted(least.schedule)
+    least_bytes = min(profile(smallest.trace).peak, baseline)
+    figures = _Figures(request, prepared, around, baseline, least_bytes, sum(times))
+    if request.budget >= baseline:
+        plan = _plan(figures, None, None)
+        return Planned(plan, None, prepared, None, eager, clock.seconds)
+    if request.budget < least_bytes:
+        raise infeasible_error(request.budget, least_bytes, smallest.trace)
+    solution = _solve(request, problem, least)
+    clock.mark("solve")
+    best = smallest if solution.schedule == least.schedule else emitted(solution.schedule)
+    plan = _plan(figures, solution, best)
+    if plan.peak_bytes > request.budget:
+        raise SolverError(
+            f"the rewritten step peaks at {plan.peak_bytes} bytes, over the budget of "
+            f"{request.budget}: the solver's model and the program disagree. This is a defect of "
+            "remat; please report it with the model."
+        )
+    program = make_program(best.parts, prepared)
+    clock.mark("rewrite")
+    return Planned(plan, program, prepared, best, best.trace, clock.seconds)
+
+
+def surroundings(request: Request) -> Surroundings:
+    """What the step finds on the device beside parameters, buffers and arguments."""
+    protocol = request.protocol
+    trained = [(n, p) for n, p in request.module.named_parameters() if p.requires_grad]
+    blocks: list[Block] = []
+    trace: Trace | None = None
+    if request.optimizer.instance is not None:
+        trace = optimizer_trace(
+            [p for _, p in trained], request.optimizer.instance, scratch=measure_scratch
+        )
+        blocks += [block for block in trace.blocks if block.role is Role.OPTIMIZER_STATE]
+    if protocol.other_bytes:
+        blocks.append(Block("other", Role.BUFFER, sympy.Integer(protocol.other_bytes), -1, 0))
+    if protocol.gradients_resident:
+        blocks += [
+            Block(f"{name}.grad", Role.GRADIENT, sympy.Integer(p.nbytes), -1, 0)
+            for name, p in trained
+        ]
+    return Surroundings(tuple(blocks), trace)
+
+
+def _eager(request: Request) -> Trace:
+    return eager_trace(
+        request.module,
+        request.args,
+        request.kwargs,
+        loss_fn=request.loss_fn,
+        optimizer=request.optimizer.instance,
+        gradients_resident=request.protocol.gradients_resident,
+        outputs_held=request.protocol.outputs_held,
+        scratch=measure_scratch,
+    )
+
+
+def op_times(prepared: Prepared, cost_model: str) -> list[int]:
+    """Time of every op of the graph, nanoseconds."""
+    nodes = {node.name: node for node in prepared.capture.joint.graph.nodes}
+    ops = [nodes[op.name] for op in prepared.graph.ops if op.name in nodes]
+    found = timed_costs(ops) if cost_model == "timed" else costs(ops, device(cost_model))
+    times = {node.name: cost.time_ns for node, cost in zip(ops, found, strict=True)}
+    return [times.get(op.name, 0) for op in prepared.graph.ops]
+
+
+def _formulate(
+    request: Request, prepared: Prepared, around: Surroundings, times: Sequence[int]
+) -> tuple[Problem, Index]:
+    return formulate(
+        prepared.graph,
+        times,
+        request.protocol,
+        resident=sum(resident_bytes(prepared.graph).values()) + around.bytes,
+        budget=request.budget,
+        state_bytes=state_bytes(str(prepared.device)),
+    )
+
+
+def _solve(request: Request, problem: Problem, least: Solution) -> Solution:
+    """Solve; with several forwards outstanding, under what the other ones' saved bytes leave."""
+    return solve_windows(problem, request.limits, start=least.schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    request: Request
+    prepared: Prepared
+    around: Surroundings
+    baseline: int
+    least: int
+    step_time_ns: int
+
+
+def _plan(figures: _Figures, solution: Solution | None, emitted: Emitted | None) -> Plan:
+    """The plan with its figures; without a solution, the one that runs the model as it is."""
+    request, prepared = figures.request, figures.prepared
+    base = max(1, figures.step_time_ns)
+    resident = sum(resident_bytes(prepared.graph).values()) + figures.around.bytes
+    return Plan(
+        steps=emitted.steps if emitted else (),
+        stage_ends=emitted.stage_ends if emitted else (),
+        protocol=request.protocol,
+        device=str(prepared.device),
+        cost_model=request.cost_model,
+        optimizer=request.optimizer.how,
+        loss=_where_is_loss(figures),
+        route=prepared.capture.route,
+        budget_bytes=request.budget,
+        peak_bytes=profile(emitted.trace).peak if emitted else figures.baseline,
+        resident_bytes=resident,
+        baseline_peak_bytes=figures.baseline,
+        least_peak_bytes=figures.least,
+        step_time_ns=figures.step_time_ns,
+        overhead=solution.cost / base if solution else 0.0,
+        lower_bound=max(0.0, solution.bound) / base if solution else 0.0,
+        bound_class=BoundClass.FIXED_ORDER,
+        status=solution.status if solution else Status.OPTIMAL,
+        saved=saved_tensors(emitted) if emitted else (),
+        recomputed=repeated_tensors(emitted) if emitted else (),
+        unmeasured=prepared.unmeasured,
+    )
+
+
+def _where_is_loss(figures: _Figures) -> str:
+    if figures.request.loss_fn is not None:
+        return "traced with the model"
+    scalar = any(
+        figures.prepared.capture.results()[i].dim() == 0
+        for i in figures.prepared.capture.gradient_outputs
+    )
+    return "inside the model" if scalar else "outside, not counted"

@@ -1,0 +1,142 @@
+"""Emission: a schedule to graphs that run, and to the trace that says what they hold.
+
+The rewritten program decides: its live ranges, not the solver's belief, give the peak.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+from remat.ir import Block, Graph, Op, OutputKind, Trace
+from remat.ir.lift import Measured, lift
+
+from .formulate import Index
+from .liveness import LiveRanges, holders, live_ranges, planned_trace
+from .plan import Tensor
+from .prepare import Prepared
+from .protocol import StepProtocol
+from .randomness import repeat_random, state_bytes
+from .rewrite import REPEATS, Rewritten, rewrite_joint
+from .split import Parts, split_joint
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A schedule as a program."""
+
+    rewritten: Rewritten
+    graph: Graph
+    """The rewritten joint graph, lifted."""
+    ranges: LiveRanges
+    trace: Trace
+    """Forward, backward and optimizer step."""
+    parts: Parts
+    steps: tuple[str, ...]
+    """Names of ops in order of execution."""
+    stage_ends: tuple[str, ...]
+
+
+def emit_schedule(
+    prepared: Prepared,
+    index: Index,
+    schedule: Sequence[int],
+    protocol: StepProtocol,
+    *,
+    extra: Sequence[Block] = (),
+    optimizer: Trace | None = None,
+) -> Emitted:
+    """Write a schedule out, and find out what it holds when.
+
+    Args:
+        prepared: the step.
+        index: from `formulate`.
+        schedule: problem ops in order of execution.
+        protocol: what the caller keeps.
+        extra: blocks that are resident beside the graph's inputs.
+        optimizer: one steady-state optimizer step.
+    """
+    original = prepared.graph
+    rewritten = rewrite_joint(prepared.capture.joint, original, index, schedule)
+    graph = lift(
+        rewritten.joint,
+        prepared.signature,
+        border=rewritten.border,
+        measured=_measured(rewritten, prepared),
+        loss=prepared.loss,
+    )
+    held = holders(graph, protocol, _delivered(graph, rewritten))
+    ranges = live_ranges(graph, held)
+    return Emitted(
+        rewritten,
+        graph,
+        ranges,
+        planned_trace(graph, ranges, extra, optimizer),
+        split_joint(rewritten, prepared.signature),
+        tuple(original.ops[index.ops[op]].name for op in schedule),
+        tuple(original.ops[op].name for op in index.stage_ends),
+    )
+
+
+def _measured(rewritten: Rewritten, prepared: Prepared) -> dict[str, Measured]:
+    """Scratch of every node: what its original has, and the present generator state in a repetition."""
+    found: dict[str, Measured] = {}
+    kept = sympy.Integer(state_bytes(str(prepared.device)))
+    for node in rewritten.joint.graph.nodes:
+        origin = node.meta.get(REPEATS, node.name)
+        measured = prepared.measured.get(origin, Measured())
+        if node.target is repeat_random:
+            measured = replace(measured, scratch=measured.scratch + kept)
+        found[node.name] = measured
+    return found
+
+
+def _delivered(graph: Graph, rewritten: Rewritten) -> dict[int, int]:
+    """Gradient storage -> op of the rewritten graph that ends the stage that delivers it."""
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    return {
+        storage: position[rewritten.stage_ends[rewritten.delivered[output.target]]]
+        for output in graph.outputs
+        if output.kind is OutputKind.GRADIENT
+        for storage in graph.values[output.value].storages
+    }
+
+
+def saved_tensors(emitted: Emitted) -> tuple[Tensor, ...]:
+    """Activations that backward finds kept: alive at the border, read after it."""
+    graph, border = emitted.graph, emitted.graph.border
+    read_later = {
+        storage
+        for op in graph.ops[border + 1 :]
+        for value in op.operands
+        for storage in graph.values[value].storages
+    }
+    return tuple(
+        _tensor(graph, op, storage)
+        for op in graph.ops[:border]
+        for storage in op.allocates
+        if storage in read_later
+    )
+
+
+def repeated_tensors(emitted: Emitted) -> tuple[Tensor, ...]:
+    """Storages that repetitions make again, once for each repetition."""
+    counted = Counter(emitted.steps)
+    graph = emitted.graph
+    repeats = {
+        node.name for node in emitted.rewritten.joint.graph.nodes if REPEATS in node.meta
+    }
+    assert sum(counted.values()) - len(counted) == len(repeats)
+    return tuple(
+        _tensor(graph, op, storage)
+        for op in graph.ops
+        if op.name in repeats
+        for storage in op.allocates
+    )
+
+
+def _tensor(graph: Graph, op: Op, storage: int) -> Tensor:
+    found = graph.storages[storage]
+    return Tensor(
+        found.name, graph.values[op.result].text, int(found.size), op.target, op.source, op.module
+    )

@@ -1,0 +1,119 @@
+"""Preparation: a module and example arguments to a lifted joint graph that shows all its memory.
+
+Capture, canonical form, scratch of every kernel, memory of a loss outside the model, lifting.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from remat.ir import Graph
+from remat.ir.canonical import canonicalize, is_backward
+from remat.ir.capture import Capture, capture
+from remat.ir.lift import Loss, Measured, Signature, lift
+from remat.ir.structure import put_tensors
+from torch import fx, nn
+
+from .eager import eager_trace
+from .memory import profile
+from .protocol import StepProtocol
+from .scratch import Call, Origin, measure_scratch
+
+_SCALAR_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A captured step, ready to be planned."""
+
+    capture: Capture
+    signature: Signature
+    border: str
+    """Name of the first node of backward."""
+    graph: Graph
+    measured: Mapping[str, Measured]
+    """Node name -> scratch and real sizes."""
+    loss: Loss | None
+    unmeasured: tuple[str, ...]
+    """Ops whose scratch is not known."""
+    device: torch.device
+
+
+def prepare_step(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    forward: Callable[..., Any] | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    protocol: StepProtocol | None = None,
+) -> Prepared:
+    """Capture one training step and lift it.
+
+    Args:
+        module: see `ir.capture.capture`, likewise `args`, `kwargs` and `forward`.
+        args: example positional arguments.
+        kwargs: example keyword arguments.
+        forward: what to trace; the module's own if None.
+        loss_fn: output to a scalar, if the loss is outside the module.
+        protocol: says which outputs receive a gradient.
+    """
+    wanted = (protocol or StepProtocol()).gradient_outputs
+    captured = capture(module, args, kwargs, forward=forward, gradient_outputs=wanted)
+    signature, mutated, gradients = captured.signature()
+    joint = captured.joint
+    canonicalize(joint, mutated, gradients)
+    nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
+    scratch = measure_scratch([_call(node) for node in nodes])
+    measured = {
+        node.name: Measured(sympy.Integer(found.bytes), found.outputs)
+        for node, found in zip(nodes, scratch, strict=True)
+    }
+    unknown = [n.name for n, found in zip(nodes, scratch, strict=True) if found.origin is Origin.UNKNOWN]
+    loss = _loss(captured, loss_fn) if loss_fn else None
+    border = next(node.name for node in nodes if is_backward(node))
+    graph = lift(joint, signature, border=border, measured=measured, loss=loss)
+    device = next(v.device for n in nodes if isinstance(v := n.meta["val"], torch.Tensor))
+    return Prepared(captured, signature, border, graph, measured, loss, tuple(unknown), device)
+
+
+def _call(node: fx.Node) -> Call:
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    return Call(node.target, args, kwargs)  # type: ignore[arg-type]
+
+
+class _Outputs(nn.Module):
+    """A module whose output is made of its arguments, to trace a loss alone."""
+
+    def __init__(self, pattern: object) -> None:
+        super().__init__()
+        self.pattern = pattern
+
+    def forward(self, *tensors: torch.Tensor) -> object:
+        return put_tensors(self.pattern, tensors)
+
+
+def _loss(captured: Capture, loss_fn: Callable[[Any], torch.Tensor]) -> Loss:
+    """Memory of a loss outside the model: its step alone, on the model's outputs."""
+    results = [
+        torch.empty_like(tensor, device="meta").requires_grad_(i in captured.gradient_outputs)
+        for i, tensor in enumerate(captured.results())
+    ]
+    trace = eager_trace(
+        _Outputs(captured.output_pattern),
+        tuple(results),
+        {},
+        loss_fn=loss_fn,
+        outputs_held=True,
+        scratch=measure_scratch,
+    )
+    found = profile(trace)
+    tangents = sum(
+        tensor.untyped_storage().nbytes()
+        for i, tensor in enumerate(results)
+        if i in captured.gradient_outputs
+    )
+    beyond = found.peak - found.resident - tangents - 2 * _SCALAR_BYTES
+    return Loss(_SCALAR_BYTES, max(0, beyond))
