@@ -44,7 +44,7 @@ from .fake import Dynamic, fake_tensors
 from .graph import OutputKind
 from .lift import Signature
 from .origin import record_origins
-from .structure import put_tensors, take_tensors
+from .structure import Hole, put_tensors, take_tensors
 from .trace import Role
 
 
@@ -365,7 +365,7 @@ def argument_names(forward: Callable[..., Any], pattern: object) -> list[str]:
     names: list[str] = []
     for value in [*args, *kwargs.values()]:
         holes = torch.utils._pytree.tree_leaves(value)
-        count = sum(type(hole).__name__ == "_Hole" for hole in holes)
+        count = sum(isinstance(hole, Hole) for hole in holes)
         names += [positions.get(id(value), "")] * count
     return names
 

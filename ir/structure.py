@@ -5,10 +5,14 @@ that keeps tensors in its ``__dict__`` (dataclasses, caches): it is rebuilt as a
 class, without calling ``__init__``. Objects that hold no tensor are passed on as they are.
 
 Does not handle: tensors in ``__slots__``, in closures, or in objects that refer to themselves.
+
+No function here refers to itself through a closure: that would be a reference cycle, which keeps the
+tensors alive until the next garbage collection.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +22,7 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.
 
 
 @dataclass(frozen=True, slots=True)
-class _Hole:
+class Hole:
     """Where a tensor was."""
 
     index: int
@@ -35,55 +39,47 @@ class _Object:
 def take_tensors(value: object) -> tuple[list[torch.Tensor], object]:
     """Split `value` into its tensors, in order, and a pattern for `put_tensors`."""
     tensors: list[torch.Tensor] = []
-
-    def visit(leaf: object, outer: tuple[int, ...]) -> object:
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-            return _Hole(len(tensors) - 1)
-        if isinstance(leaf, _PLAIN) or isinstance(leaf, (type, torch.nn.Module)) or callable(leaf):
-            return leaf
-        attributes = getattr(leaf, "__dict__", None)
-        if not attributes or id(leaf) in outer:
-            return leaf
-        before = len(tensors)
-        inner = {
-            name: pytree.tree_map(lambda x: visit(x, (*outer, id(leaf))), attribute)
-            for name, attribute in attributes.items()
-        }
-        return _Object(type(leaf), inner) if len(tensors) > before else leaf
-
-    pattern = pytree.tree_map(lambda leaf: visit(leaf, ()), value)
+    pattern = pytree.tree_map(partial(_take, tensors, ()), value)
     return tensors, pattern
+
+
+def _take(tensors: list[torch.Tensor], outer: tuple[int, ...], leaf: object) -> object:
+    if isinstance(leaf, torch.Tensor):
+        tensors.append(leaf)
+        return Hole(len(tensors) - 1)
+    if isinstance(leaf, (*_PLAIN, type, torch.nn.Module)) or callable(leaf):
+        return leaf
+    attributes = getattr(leaf, "__dict__", None)
+    if not attributes or id(leaf) in outer:
+        return leaf
+    before = len(tensors)
+    take = partial(_take, tensors, (*outer, id(leaf)))
+    inner = {name: pytree.tree_map(take, attribute) for name, attribute in attributes.items()}
+    return _Object(type(leaf), inner) if len(tensors) > before else leaf
 
 
 def put_tensors(pattern: object, tensors: Sequence[object]) -> Any:
     """Rebuild the value whose pattern `take_tensors` gave, with other leaves for its tensors."""
+    return pytree.tree_map(partial(_put, tensors), pattern)
 
-    def fill(leaf: object) -> object:
-        if isinstance(leaf, _Hole):
-            return tensors[leaf.index]
-        if isinstance(leaf, _Object):
-            instance = object.__new__(leaf.cls)
-            instance.__dict__.update(
-                {name: pytree.tree_map(fill, value) for name, value in leaf.attributes.items()}
-            )
-            return instance
-        return leaf
 
-    return pytree.tree_map(fill, pattern)
+def _put(tensors: Sequence[object], leaf: object) -> object:
+    if isinstance(leaf, Hole):
+        return tensors[leaf.index]
+    if isinstance(leaf, _Object):
+        instance = object.__new__(leaf.cls)
+        put = partial(_put, tensors)
+        for name, value in leaf.attributes.items():
+            instance.__dict__[name] = pytree.tree_map(put, value)
+        return instance
+    return leaf
 
 
 def rebuilder(pattern: object) -> Callable[[Sequence[object]], Any]:
     """`put_tensors` for one pattern, with the pattern flattened once instead of at every call."""
     leaves, spec = pytree.tree_flatten(pattern)
-    if any(isinstance(leaf, _Object) for leaf in leaves):
-        return lambda tensors: put_tensors(pattern, tensors)
-    slots = [(i, leaf.index) for i, leaf in enumerate(leaves) if isinstance(leaf, _Hole)]
 
     def rebuild(tensors: Sequence[object]) -> Any:
-        filled = list(leaves)
-        for i, index in slots:
-            filled[i] = tensors[index]
-        return pytree.tree_unflatten(filled, spec)
+        return pytree.tree_unflatten([_put(tensors, leaf) for leaf in leaves], spec)
 
     return rebuild
