@@ -14,13 +14,14 @@ less than the evaluator's, except where a held instance is doubled by a repetiti
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from heapq import heappop, heappush
 
 from .index import Index
 from .problem import Problem
 from .window_model import Windows
 
-LONGEST = 40
-"""Executions per op at which a run is given up: it evicts in circles."""
+LONGEST = (4, 4000)
+"""Executions, per op and beyond, at which a run is given up: it evicts in circles."""
 DEEPEST = 60
 """Recomputations of storages evicted during recomputation, nested, at which a run is given up."""
 FARTHEST = 64
@@ -70,6 +71,12 @@ class _Run:
         """Op whose first execution runs or comes next."""
         self.window = -1
         """Index of the last instant that has passed."""
+        self.queue: list[tuple[float, int]] = []
+        """A heap of (h, storage) of what may be dropped; h may have grown since it was queued."""
+        self.freed: dict[int, list[int]] = {}
+        """Per op: the storages that are held until its first execution."""
+        for s, held in enumerate(problem.held):
+            self.freed.setdefault(held, []).append(s)
         self.repeatable = [self._may_repeat(v) for v in range(len(problem.ops))]
 
     def _may_repeat(self, v: int) -> bool:
@@ -92,12 +99,17 @@ class _Run:
             wanted = [s for s in sorted(self.windows.kept[at]) if writer[s] in again]
             self.ensure([*wanted, *self.problem.ops[t].reads], (), 0)
         self.execute(t, (), 0)
+        self.now = t + 1
+        op = self.problem.ops[t]
+        self.enqueue((*op.reads, *op.writes, *self.freed.get(t, ())))
         if instant:
             self.window = at
             for s in list(self.present):
                 # Of size 0, or the state of an op that is not in the plan: nothing to gain.
                 if self.problem.sizes[s] and s not in self.windows.kept[at]:
                     self.drop(s)
+            self.queue.clear()
+            self.enqueue(self.present)
 
     def ensure(self, wanted: Iterable[int], pinned: tuple[int, ...], depth: int) -> None:
         """Recompute the absent ones of `wanted`, in program order, and keep them until the last is there."""
@@ -137,37 +149,46 @@ class _Run:
         scratch = op.scratch + (op.repeat_scratch if again else 0)
         if self.budget is not None:
             self.make_room(self.budget - more - scratch, {*pinned, *reads, *writes})
-        if len(self.schedule) >= LONGEST * len(self.problem.ops):
+        if len(self.schedule) >= LONGEST[0] * len(self.problem.ops) + LONGEST[1]:
             raise _GaveUp
         self.schedule.append(v)
         self.used += more
         self.present.update(dict.fromkeys(new))
+        if again:
+            self.enqueue((*reads, *new))
 
     def drop(self, s: int) -> None:
         """Make a storage absent, unless it is held."""
-        held = self.problem.held[s]
-        if held < self.now:
+        if self.problem.held[s] < self.now:
             del self.present[s]
             self.used -= self.problem.sizes[s]
 
-    def make_room(self, room: int, pinned: set[int]) -> None:
-        """Drop storages until those present take at most `room` bytes."""
-        if self.used <= room:
+    def enqueue(self, storages: Iterable[int]) -> None:
+        """Queue those that may be dropped, with their h of now; only after a read can it have shrunk."""
+        if self.budget is None:
             return
-        scores: list[tuple[float, int]] = []
-        for s in self.present:
-            if self.problem.sizes[s] and s not in pinned and self.problem.held[s] < self.now:
-                scores.append((self.score(s), s))
-        for score, s in sorted(scores):
-            if score == float("inf"):
-                break
-            # Others were dropped since it was scored: it may have become the last of its kind.
-            if score >= 0 and self.price(s) == float("inf"):
+        for s in storages:
+            if self.problem.sizes[s] and s in self.present and self.problem.held[s] < self.now:
+                heappush(self.queue, (self.score(s), s))
+
+    def make_room(self, room: int, pinned: set[int]) -> None:
+        """Drop storages, the least h first, until those present take at most `room` bytes."""
+        aside: list[tuple[float, int]] = []
+        while self.used > room:
+            if not self.queue:
+                raise _GaveUp
+            queued, s = heappop(self.queue)
+            if s not in self.present:
                 continue
-            self.drop(s)
-            if self.used <= room:
-                return
-        raise _GaveUp
+            score = self.score(s)
+            if s in pinned or score == float("inf"):
+                aside.append((score, s))
+            elif score > queued:
+                heappush(self.queue, (score, s))
+            else:
+                self.drop(s)
+        for entry in aside:
+            heappush(self.queue, entry)
 
     def score(self, s: int) -> float:
         """The h of a present storage: negative if it may go for nothing, infinite if it must stay."""
