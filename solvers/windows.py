@@ -37,7 +37,7 @@ NEW_INSTANTS = 3
 """Instants added in one round."""
 NEW_ROWS = 6
 """Stage rows added in one round."""
-WORK = 2_000_000
+WORK = 200_000
 """Branch-and-bound nodes times variables of one solve, roughly."""
 NUMERIC = 1e-6
 """Fraction of the baseline cost that counts as equal: HiGHS's bounds are floating point."""
@@ -180,7 +180,10 @@ def _lower_budget(search: _Search, instants: list[int]) -> tuple[int, ...]:
             true_schedule = plain
         if found.feasible or search.closed():
             break
-        budget -= max(found.peak - problem.budget, problem.budget // 500, 1)
+        if search.schedule and answer.bound >= search.cost:
+            break
+        step = min(found.peak - problem.budget, problem.budget // 20)
+        budget -= max(step, problem.budget // 500, 1)
     return true_schedule
 
 
