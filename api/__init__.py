@@ -1,3 +1,52 @@
-"""Memory-capped activation checkpointing for PyTorch training steps."""
+"""Memory-capped activation checkpointing for PyTorch training steps.
 
-__all__: list[str] = []
+`optimize_checkpoints(model, budget_gb)` returns a model that trains as before, with the peak memory of
+the whole step under the budget. Names are imported when they are first used, so that `remat.ir`,
+`remat.solvers` and the passes that need no torch can be used without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from remat.ir import (
+    GuardError,
+    InfeasibleBudgetError,
+    RematError,
+    SolverError,
+    UnsupportedGraphError,
+    VerifyError,
+)
+
+if TYPE_CHECKING:
+    from remat.passes import Plan, StepProtocol
+
+    from .measure import measure_peak
+    from .optimize import optimize_checkpoints, plan_checkpoints
+
+_HOME = {
+    "Plan": "remat.passes",
+    "StepProtocol": "remat.passes",
+    "measure_peak": "remat.measure",
+    "optimize_checkpoints": "remat.optimize",
+    "plan_checkpoints": "remat.optimize",
+}
+
+__all__ = [
+    "GuardError",
+    "InfeasibleBudgetError",
+    "Plan",
+    "RematError",
+    "SolverError",
+    "StepProtocol",
+    "UnsupportedGraphError",
+    "VerifyError",
+    "measure_peak",
+    "optimize_checkpoints",
+    "plan_checkpoints",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

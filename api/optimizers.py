@@ -47,7 +47,9 @@ def find_optimizer(module: nn.Module, asked: Optimizer | str | None) -> Assumed:
         if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
     }
     if asked.lower() not in by_name:
-        raise ValueError(f"no optimizer {asked!r} in torch.optim; there are {', '.join(sorted(by_name))}")
+        raise ValueError(
+            f"no optimizer {asked!r} in torch.optim; there are {', '.join(sorted(by_name))}"
+        )
     cls = by_name[asked.lower()]
     return Assumed(cls(parameters), f"{cls.__name__}, by name")
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import nn
 
 from remat.ir import Block, Role, SolverError, Trace
 from remat.passes import (
     Emitted,
     Index,
+    Parts,
     Plan,
     Prepared,
     StepProtocol,
@@ -21,13 +22,17 @@ from remat.passes import (
     eager_trace,
     emit_schedule,
     formulate,
+    holders,
+    live_ranges,
     measure_scratch,
     optimizer_trace,
+    planned_trace,
     prepare_step,
     profile,
     repeated_tensors,
     resident_bytes,
     saved_tensors,
+    split_joint,
     state_bytes,
     timed_costs,
 )
@@ -61,7 +66,8 @@ class Planned:
 
     plan: Plan
     program: Program | None
-    """None if the original forward runs."""
+    """None if the original forward runs, likewise `parts` and `emitted`."""
+    parts: Parts | None
     prepared: Prepared
     emitted: Emitted | None
     trace: Trace
@@ -74,13 +80,19 @@ class Planned:
 class _Clock:
     """Where planning time goes."""
 
+    report: Callable[[str], None]
     seconds: dict[str, float] = field(default_factory=dict)
-    last: float = field(default_factory=time.perf_counter)
+    part: str = ""
+    since: float = 0.0
 
-    def mark(self, part: str) -> None:
+    def begin(self, part: str) -> None:
+        """Book the time since the last call, and begin the next part."""
         now = time.perf_counter()
-        self.seconds[part] = now - self.last
-        self.last = now
+        if self.part:
+            self.seconds[self.part] = self.seconds.get(self.part, 0.0) + now - self.since
+        self.part, self.since = part, now
+        if part:
+            self.report(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +109,29 @@ class Surroundings:
         return sum(int(block.size) for block in self.blocks)
 
 
-def make_plan(request: Request) -> Planned:
+def make_plan(
+    request: Request,
+    report: Callable[[str], None] = lambda part: None,
+    prepared: Prepared | None = None,
+) -> Planned:
     """Plan one training step.
+
+    Args:
+        request: what is asked for.
+        report: called with the name of each part of planning as it begins.
+        prepared: the captured step, if it is known from an earlier plan of the same call.
 
     Raises:
         InfeasibleBudgetError: no plan fits; names the least peak.
         UnsupportedGraphError: the model cannot be captured.
     """
-    clock = _Clock()
+    clock = _Clock(report)
+    clock.begin("eager trace")
     around = surroundings(request)
     eager = _eager(request)
-    clock.mark("eager trace")
-    prepared = prepare_step(
+    baseline = profile(eager).peak + request.protocol.other_bytes
+    clock.begin("capture")
+    prepared = prepared or prepare_step(
         request.module,
         request.args,
         request.kwargs,
@@ -116,12 +139,10 @@ def make_plan(request: Request) -> Planned:
         loss_fn=request.loss_fn,
         protocol=request.protocol,
     )
-    clock.mark("capture")
     times = op_times(prepared, request.cost_model)
+    clock.begin("least peak")
     problem, index = _formulate(request, prepared, around, times)
-    clock.mark("formulate")
     least = least_peak(problem, replace(request.limits, time_s=request.limits.time_s / 3))
-    clock.mark("least peak")
 
     def emitted(schedule: Sequence[int]) -> Emitted:
         return emit_schedule(
@@ -133,18 +154,18 @@ def make_plan(request: Request) -> Planned:
             optimizer=around.optimizer,
         )
 
-    baseline = profile(eager).peak + request.protocol.other_bytes
-    smallest = emitted(least.schedule)
-    least_bytes = min(profile(smallest.trace).peak, baseline)
+    least_bytes = min(baseline, max(least.peak, _optimizer_peak(prepared, request, around)))
     figures = _Figures(request, prepared, around, baseline, least_bytes, sum(times))
     if request.budget >= baseline:
+        clock.begin("")
         plan = _plan(figures, None, None)
-        return Planned(plan, None, prepared, None, eager, clock.seconds)
+        return Planned(plan, None, None, prepared, None, eager, clock.seconds)
     if request.budget < least_bytes:
-        raise infeasible_error(request.budget, least_bytes, smallest.trace)
-    solution = _solve(request, problem, least)
-    clock.mark("solve")
-    best = smallest if solution.schedule == least.schedule else emitted(solution.schedule)
+        raise infeasible_error(request.budget, least_bytes, emitted(least.schedule).trace)
+    clock.begin("solve")
+    solution = solve_windows(problem, request.limits, start=least.schedule)
+    clock.begin("rewrite")
+    best = emitted(solution.schedule)
     plan = _plan(figures, solution, best)
     if plan.peak_bytes > request.budget:
         raise SolverError(
@@ -152,9 +173,18 @@ def make_plan(request: Request) -> Planned:
             f"{request.budget}: the solver's model and the program disagree. This is a defect of "
             "remat; please report it with the model."
         )
-    program = make_program(best.parts, prepared)
-    clock.mark("rewrite")
-    return Planned(plan, program, prepared, best, best.trace, clock.seconds)
+    parts = split_joint(best.rewritten, prepared.signature)
+    program = make_program(parts, prepared)
+    clock.begin("")
+    return Planned(plan, program, parts, prepared, best, best.trace, clock.seconds)
+
+
+def _optimizer_peak(prepared: Prepared, request: Request, around: Surroundings) -> int:
+    """Peak of the optimizer step, which no plan can change."""
+    graph = prepared.graph
+    ranges = live_ranges(graph, holders(graph, request.protocol, {}))
+    found = profile(planned_trace(graph, ranges, around.blocks, around.optimizer))
+    return max(found.bytes[len(graph.ops) :], default=0)
 
 
 def surroundings(request: Request) -> Surroundings:
@@ -211,11 +241,6 @@ def _formulate(
         budget=request.budget,
         state_bytes=state_bytes(str(prepared.device)),
     )
-
-
-def _solve(request: Request, problem: Problem, least: Solution) -> Solution:
-    """Solve; with several forwards outstanding, under what the other ones' saved bytes leave."""
-    return solve_windows(problem, request.limits, start=least.schedule)
 
 
 @dataclass(frozen=True, slots=True)

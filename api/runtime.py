@@ -62,13 +62,8 @@ def _tangents_behind(parts: Parts) -> dict[str, frozenset[int]]:
                 *(behind.get(operand.name, frozenset()) for operand in node.all_input_nodes)
             )
     targets = [target for stage in parts.stages for target in stage.gradients]
-    names = {
-        target: node.name
-        for stage in parts.stages
-        for target, node in zip(
-            stage.gradients, stage.module.graph.output_node().args[0], strict=False
-        )
-    }
+    outputs: Any = parts.backward.graph.output_node().args[0]
+    names = {target: node.name for target, node in zip(parts.gradients, outputs, strict=True)}
     return {target: behind.get(names[target], frozenset()) for target in targets}
 
 
@@ -148,7 +143,9 @@ def run(
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, not known as a view, so that the caller may change it in place as in eager."""
-    return torch._unsafe_view(tensor, tensor.shape) if tensor._is_view() else tensor
+    return (
+        torch.ops.aten._unsafe_view.default(tensor, tensor.shape) if tensor._is_view() else tensor
+    )
 
 
 def _shares_saved(tensor: torch.Tensor, frame: Frame) -> bool:
@@ -183,7 +180,7 @@ class _Entry(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, torch.Tensor]:
         frame: Frame = ctx.frame
         if frame.saved is None:
@@ -244,7 +241,7 @@ class _Stage(torch.autograd.Function):
         return torch.empty(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
         frame: Frame = ctx.frame
         stage = frame.program.parts.stages[ctx.number]

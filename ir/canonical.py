@@ -11,6 +11,7 @@ autograd takes it instead of copying it. Where eager would copy, the copy is an 
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -79,7 +80,8 @@ def _own_gradients(joint: fx.GraphModule, gradients: Sequence[tuple[int, Node]])
     """Clone gradients that autograd would copy: wrong layout, or a storage that something else owns."""
     output = joint.graph.output_node()
     taken = {_storage(n) for n in joint.graph.nodes if n.op == "placeholder"}
-    results = list(output.args[0])
+    outputs: Any = output.args[0]
+    results = list(outputs)
     for position, target in gradients:
         node = results[position]
         value, want = node.meta["val"], target.meta["val"]
@@ -106,7 +108,9 @@ def _clone_for_backward(graph: fx.Graph, placeholder: Node) -> None:
     aliases = [
         node
         for node in graph.nodes
-        if not is_backward(node) and node.op != "output" and _storage(node) == _storage(placeholder)
+        if not is_backward(node)
+        and node.op != "output"
+        and _storage(node) == _storage(placeholder)
     ]
     for alias in aliases:
         readers = [user for user in alias.users if is_backward(user)]
@@ -123,7 +127,8 @@ def _clone_for_backward(graph: fx.Graph, placeholder: Node) -> None:
 
 
 def _last_placeholder(graph: fx.Graph) -> Node:
-    return [node for node in graph.nodes if node.op == "placeholder"][-1]
+    placeholders: list[Node] = [node for node in graph.nodes if node.op == "placeholder"]
+    return placeholders[-1]
 
 
 def _raise_getitems(graph: fx.Graph) -> None:

@@ -18,14 +18,18 @@ depends on data, tensor subclasses. Symbolic sizes are taken on the DIRECT route
 """
 
 import contextlib
+import inspect
 import random
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
 from ._torch import (
     FakeTensorMode,
@@ -46,6 +50,8 @@ from .lift import Signature
 from .origin import record_origins
 from .structure import Hole, put_tensors, take_tensors
 from .trace import Role
+
+_OURS = str(Path(__file__).parent)
 
 
 class Route(StrEnum):
@@ -94,6 +100,7 @@ class Capture:
         inputs += [(f"argument {i}", Role.INPUT) for i in range(self.arguments)]
         inputs += [("tangent", Role.TANGENT)] * (len(placeholders) - len(inputs))
         by_desc = {repr(node.meta["desc"]): i for i, node in enumerate(placeholders)}
+        results: Any = self.joint.graph.output_node().args[0]
         outputs: list[tuple[OutputKind, str]] = []
         mutated: list[fx.Node] = []
         gradients: list[tuple[int, fx.Node]] = []
@@ -112,19 +119,24 @@ class Capture:
             outputs.append((kind, node.name))
             if kind is OutputKind.MUTATION:
                 mutated.append(node)
-            elif self.joint.graph.output_node().args[0][position] is not None:
+            elif results[position] is not None:
                 gradients.append((position, node))
         assert len(names) + self.arguments + len(gradient_results) == len(placeholders)
-        return Signature(tuple(inputs), tuple(outputs), tuple(gradient_results)), mutated, gradients
+        return (
+            Signature(tuple(inputs), tuple(outputs), tuple(gradient_results)),
+            mutated,
+            gradients,
+        )
 
     def results(self) -> list[torch.Tensor]:
-        """Fake tensors of the module's output, in order, as new leaves."""
+        """Fake tensors of the module's output, in order."""
         output = self.joint.graph.output_node()
-        found = []
-        for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
-            if _output_kind(desc)[0] is OutputKind.RESULT:
-                found.append(node.meta["val"])
-        return found
+        nodes: Any = output.args[0]
+        return [
+            node.meta["val"]
+            for node, desc in zip(nodes, output.meta["desc"], strict=True)
+            if _output_kind(desc)[0] is OutputKind.RESULT
+        ]
 
 
 def _output_kind(desc: Any) -> tuple[OutputKind, Any]:
@@ -292,11 +304,19 @@ def capture(
         try:
             with _untouched_random_state():
                 return _capture(
-                    module, forward or module.forward, tensors, pattern, gradient_outputs, dynamic, route
+                    module,
+                    forward or module.forward,
+                    tensors,
+                    pattern,
+                    gradient_outputs,
+                    dynamic,
+                    route,
                 )
         except UnsupportedGraphError:
             raise
-        except Exception as error:  # torch raises dozens of types here; the first is the telling one
+        except (
+            Exception
+        ) as error:  # torch raises dozens of types here; the first is the telling one
             first = first or error
     assert first is not None
     raise _explain(first) from first
@@ -313,7 +333,7 @@ def _capture(
 ) -> Capture:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     state = _fake_state(module, mode)
-    names = argument_names(forward, pattern)
+    names = argument_names(forward, pattern, len(tensors))
     fakes, symbols = fake_tensors(mode, tensors, names, dynamic, real=route is Route.REAL)
     functional = _Functional(module, forward, state, pattern)
     functional.gradient_outputs = gradient_outputs
@@ -354,19 +374,14 @@ def _capture(
     return result
 
 
-def argument_names(forward: Callable[..., Any], pattern: object) -> list[str]:
-    """Parameter name of `forward` that each tensor argument belongs to, in order."""
-    import inspect
-
-    args, kwargs = pattern  # type: ignore[misc]
-    signature = inspect.signature(forward)
-    bound = signature.bind_partial(*args, **kwargs).arguments
-    positions = {id(value): name for name, value in bound.items()}
-    names: list[str] = []
-    for value in [*args, *kwargs.values()]:
-        holes = torch.utils._pytree.tree_leaves(value)
-        count = sum(isinstance(hole, Hole) for hole in holes)
-        names += [positions.get(id(value), "")] * count
+def argument_names(forward: Callable[..., Any], pattern: Any, count: int) -> list[str]:
+    """Name of the argument of `forward` that each tensor belongs to, in order."""
+    args, kwargs = pattern
+    names = [""] * count
+    for name, value in inspect.signature(forward).bind_partial(*args, **kwargs).arguments.items():
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Hole):
+                names[leaf.index] = names[leaf.index] or name
     return names
 
 
@@ -384,18 +399,20 @@ def _refuse_unknown_sizes(joint: fx.GraphModule) -> None:
 
 def _explain(error: Exception) -> UnsupportedGraphError:
     """The error with the user's line in front: the last frame outside torch."""
-    import traceback
-
-    import torch as torch_package
-
-    root = str(torch_package.__path__[0])
+    root = str(torch.__path__[0])
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((root, __file__, "<")) and "/ir/" not in frame.filename
+        if not frame.filename.startswith((root, _OURS, "<"))
     ]
-    where = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown line"
-    reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+    where = (
+        f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+        if frames
+        else "unknown line"
+    )
+    reason = (
+        str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+    )
     return UnsupportedGraphError(
         f"the model could not be captured.\n  at {where}\n  {type(error).__name__}: {reason}\n"
         "Values of tensors must not decide what the forward does (`if tensor:`, `.item()`, loops over "

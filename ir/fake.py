@@ -69,7 +69,10 @@ def _symbolic(
 ) -> torch.Tensor:
     context = StatelessSymbolicContext(
         dynamic_sizes=[
-            DimDynamic.DYNAMIC if dim in wanted else DimDynamic.STATIC for dim in range(tensor.dim())
+            DimDynamic.DYNAMIC if dim in wanted else DimDynamic.STATIC
+            for dim in range(tensor.dim())
         ]
     )
-    return mode.from_tensor(tensor.detach(), source=ConstantSource(source), symbolic_context=context)
+    return mode.from_tensor(
+        tensor.detach(), source=ConstantSource(source), symbolic_context=context
+    )

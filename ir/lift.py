@@ -84,7 +84,9 @@ class _Builder:
             self.hints[renamed[symbol]] = int(count.node.shape_env.backed_var_to_val[symbol])
         return count.node.expr.subs(renamed)
 
-    def value(self, node: fx.Node, role: Role, real: tuple[int, ...] = ()) -> tuple[int, list[int]]:
+    def value(
+        self, node: fx.Node, role: Role, real: tuple[int, ...] = ()
+    ) -> tuple[int, list[int]]:
         """Add the value of `node`; returns its index and the storages that are new in it."""
         fakes = tensors_of(node.meta.get("val"))
         indices: list[int] = []
@@ -149,7 +151,7 @@ def lift(
             tangents.append(node)
         else:
             build.inputs.append(build.value(node, role)[0])
-    results = joint.graph.output_node().args[0]
+    results: Any = joint.graph.output_node().args[0]
     phase = Phase.FORWARD
     for node in joint.graph.nodes:
         if node.name == border:

@@ -37,7 +37,10 @@ class _Object:
 
 
 def take_tensors(value: object) -> tuple[list[torch.Tensor], object]:
-    """Split `value` into its tensors, in order, and a pattern for `put_tensors`."""
+    """Split `value` into its tensors, in order, and a pattern for `put_tensors`.
+
+    A tensor that occurs twice is taken once.
+    """
     tensors: list[torch.Tensor] = []
     pattern = pytree.tree_map(partial(_take, tensors, ()), value)
     return tensors, pattern
@@ -45,8 +48,10 @@ def take_tensors(value: object) -> tuple[list[torch.Tensor], object]:
 
 def _take(tensors: list[torch.Tensor], outer: tuple[int, ...], leaf: object) -> object:
     if isinstance(leaf, torch.Tensor):
-        tensors.append(leaf)
-        return Hole(len(tensors) - 1)
+        known = next((i for i, tensor in enumerate(tensors) if tensor is leaf), len(tensors))
+        if known == len(tensors):
+            tensors.append(leaf)
+        return Hole(known)
     if isinstance(leaf, (*_PLAIN, type, torch.nn.Module)) or callable(leaf):
         return leaf
     attributes = getattr(leaf, "__dict__", None)
@@ -67,7 +72,7 @@ def _put(tensors: Sequence[object], leaf: object) -> object:
     if isinstance(leaf, Hole):
         return tensors[leaf.index]
     if isinstance(leaf, _Object):
-        instance = object.__new__(leaf.cls)
+        instance: Any = object.__new__(leaf.cls)
         put = partial(_put, tensors)
         for name, value in leaf.attributes.items():
             instance.__dict__[name] = pytree.tree_map(put, value)

@@ -43,7 +43,7 @@ from remat.ir._torch import (
 )
 from remat.ir.structure import put_tensors, take_tensors
 
-from .eager_follow import Follow
+from .eager_follow import LATE_STEP, Follow
 from .eager_stage import Stage
 from .realize import Call
 from .scratch import Origin, Scratch
@@ -227,21 +227,30 @@ def _roots(output: object) -> list[torch.Tensor]:
 
 
 def _optimizer_phase(follow: Follow, twin: torch.optim.Optimizer) -> None:
-    """One step with the state that a step before it has left."""
+    """One late step, with the state that the steps before it have left."""
     follow.phase = Phase.OPTIMIZER
     step: Any = type(twin).step
     parameters = [p for group in twin.param_groups for p in group["params"]]
     with _running(follow):
-        if any(p.grad is not None and not twin.state.get(p) for p in parameters):
-            with follow.preparing():
+        with follow.preparing(), torch.no_grad():
+            if any(p.grad is not None and not twin.state.get(p) for p in parameters):
                 step(twin)
-        names = {id(p): number for number, p in enumerate(parameters)}
-        for parameter, state in twin.state.items():
-            for key, value in state.items() if isinstance(state, dict) else ():
-                if isinstance(value, torch.Tensor):
-                    name = f"state.{names.get(id(parameter), '')}.{key}"
-                    follow.label(value, Role.OPTIMIZER_STATE, name)
+            for state in twin.state.values():
+                if isinstance(count := state.get("step"), torch.Tensor):
+                    count.fill_(LATE_STEP)  # some optimizers do otherwise in their first steps
+        _label_state(follow, twin, parameters)
         step(twin)
+
+
+def _label_state(
+    follow: Follow, twin: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+) -> None:
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    for parameter, state in twin.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                name = f"state.{numbers[id(parameter)]}.{key}"
+                follow.label(value, Role.OPTIMIZER_STATE, name)
 
 
 def _with_scratch(trace: Trace, scratch: Sequence[Scratch]) -> Trace:

@@ -4,6 +4,9 @@ Definition. Every op that reaches the dispatcher below autograd is one instant. 
 returns and that is not followed yet is a block born at that instant; a weak reference tells when the
 last Python, autograd or C++ owner has let go of it, and it then dies at the instant executed last.
 
+A Python number that an op takes as a tensor is a tensor of its own, made before the op reaches the
+dispatcher. It is scratch of the op, unless autograd saves it: then it is a block, born with the op.
+
 Storages that exist before the program are told by `resident`. What kernels allocate and free inside
 is not seen on fake tensors: every op is kept as a `Call`, for `passes.scratch`.
 
@@ -12,6 +15,7 @@ unknown values.
 """
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections import Counter
@@ -25,15 +29,20 @@ import torch
 from torch import nn
 
 from remat.ir import Block, Instant, Phase, Role, Trace, UnsupportedGraphError
-from remat.ir._torch import FakeTensor, FakeTensorMode, TorchDispatchMode
+from remat.ir._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    saved_tensors_hooks,
+)
 
 from .eager_values import KnownValues
-from .realize import Call, described, flat_tensors
+from .realize import Call, described, flat_tensors, leaves
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
-_LATE_STEP = 1000
-"""Answer to a question for a number during the optimizer step: a step count well after warm-up."""
+LATE_STEP = 1000
+"""A step count of an optimizer well after its warm-up."""
 
 
 @dataclass(slots=True)
@@ -67,6 +76,7 @@ class Follow(TorchDispatchMode):
         self._storages: list[_Storage] = []
         self._alive: dict[int, _Storage] = {}
         self._counts: Counter[str] = Counter()
+        self._unsettled: tuple[tuple[torch.Tensor, ...], int] = ((), -1)
         self._foreign: list[torch.Tensor] = []
 
     def resident(self, tensor: torch.Tensor, name: str, role: Role) -> None:
@@ -111,6 +121,7 @@ class Follow(TorchDispatchMode):
 
     def trace(self) -> Trace:
         """What has been recorded so far, without scratch; what is alive now outlives the step."""
+        self._settle()
         end = len(self._instants)
         blocks = [
             Block(s.name, self._role(s), sympy.Integer(s.size), s.birth, death)
@@ -129,6 +140,9 @@ class Follow(TorchDispatchMode):
     ) -> Any:
         """Execute one op on fakes, and record it."""
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # a question, also asked while an op returns
+            return func(*args, **kwargs)
+        self._settle()
         if func is torch.ops.aten._local_scalar_dense.default:
             answer = self._answer(args[0])
             if answer is not None:
@@ -151,7 +165,19 @@ class Follow(TorchDispatchMode):
             label = f"{base}.{number}" if number else base
             size = tensor.untyped_storage().nbytes()
             self._follow(tensor, _Storage(label, Role.TEMPORARY, size, birth))
+        if not self._preparing and _may_save_number(func, args):
+            results = tuple(t for t in flat_tensors(out) if t is not None)
+            self._unsettled = results, birth
         return out
+
+    def _settle(self) -> None:
+        """Follow the numbers that autograd has saved for the last op, now that its node exists."""
+        results, birth = self._unsettled
+        self._unsettled = (), -1
+        for number in _saved_numbers(results):
+            name = f"{self._instants[birth].name}.number"
+            size = number.untyped_storage().nbytes()
+            self._follow(number, _Storage(name, Role.TEMPORARY, size, birth))
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         number = self._counts[name]
@@ -196,9 +222,9 @@ class Follow(TorchDispatchMode):
         """Value of a tensor with one element; None if it is not known."""
         if not isinstance(tensor, FakeTensor):
             return None
-        if self.phase is Phase.OPTIMIZER and tensor.is_floating_point():
-            return float(_LATE_STEP)
-        return self.values.item(tensor)
+        value = self.values.item(tensor)
+        # Optimizers ask for step counts only, and no size depends on the answer.
+        return LATE_STEP if value is None and self.phase is Phase.OPTIMIZER else value
 
     def _faked(self, value: Any) -> Any:
         """`value` with fakes for its real tensors, which are resident: constants of the model."""
@@ -227,6 +253,34 @@ class Follow(TorchDispatchMode):
 
     def _leaving(self, module: nn.Module, args: object, output: object) -> None:
         self._paths.pop()
+
+
+def _may_save_number(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether autograd may save a number among `args` as a tensor on the CPU."""
+    tensors = [t for t in leaves(args) if isinstance(t, torch.Tensor)]
+    return (
+        torch.is_grad_enabled()
+        and any(t.requires_grad for t in tensors)
+        and all(t.device.type == "cpu" for t in tensors)
+        and any(
+            isinstance(argument.type, torch.TensorType)
+            and isinstance(value, int | float | complex)
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+        )
+        and saved_tensors_hooks(True) is None  # hooks keep something else in its place
+    )
+
+
+def _saved_numbers(results: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Tensors without a fake that the nodes which made `results` have saved."""
+    nodes = {result.grad_fn for result in results if result.grad_fn is not None}
+    saved = [getattr(node, name) for node in nodes for name in _saved_names(type(node))]
+    return [t for t in saved if isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor)]
+
+
+@functools.cache
+def _saved_names(node: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(node) if name.startswith("_saved_"))
 
 
 def _user_line() -> str:

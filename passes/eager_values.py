@@ -4,7 +4,7 @@ A step may branch on values (a mask that is all ones, a random draw against a la
 eager takes the branch of the real values, so the trace must know them.
 
 Definition. A storage is *known* if it
-    (1) is an integer or boolean input or buffer with data, or
+    (1) is there before the step, with data, and is integer, boolean or a single number, or
     (2) is written by an op all of whose tensor operands are known,
 and has at most `LIMIT` elements. The twin of a known storage is a real storage with the same bytes,
 obtained by executing the same ops. A write by an op that (2) does not cover makes its operands
@@ -37,12 +37,13 @@ class KnownValues:
 
     def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Make the storage of `fake` known, by a copy of the values of `real`, if it is small."""
-        if real.is_floating_point() or real.is_complex() or real.numel() > LIMIT:
+        small = 1 if real.is_floating_point() or real.is_complex() else LIMIT
+        if real.numel() > small:
             return
         if real.is_meta or isinstance(real, FakeTensor):
             return
         with no_dispatch(), torch.no_grad():
-            copy = real.cpu().untyped_storage().clone()
+            copy: torch.UntypedStorage = real.cpu().clone().untyped_storage()
         if copy.nbytes() == fake.untyped_storage().nbytes():
             self._twins[fake.untyped_storage()._cdata] = copy
 

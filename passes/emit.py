@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import sympy
+
 from remat.ir import Block, Graph, Op, OutputKind, Trace
 from remat.ir.lift import Measured, lift
 
@@ -18,7 +19,6 @@ from .prepare import Prepared
 from .protocol import StepProtocol
 from .randomness import repeat_random, state_bytes
 from .rewrite import REPEATS, Rewritten, rewrite_joint
-from .split import Parts, split_joint
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,6 @@ class Emitted:
     ranges: LiveRanges
     trace: Trace
     """Forward, backward and optimizer step."""
-    parts: Parts
     steps: tuple[str, ...]
     """Names of ops in order of execution."""
     stage_ends: tuple[str, ...]
@@ -72,7 +71,6 @@ def emit_schedule(
         graph,
         ranges,
         planned_trace(graph, ranges, extra, optimizer),
-        split_joint(rewritten, prepared.signature),
         tuple(original.ops[index.ops[op]].name for op in schedule),
         tuple(original.ops[op].name for op in index.stage_ends),
     )
@@ -123,9 +121,7 @@ def repeated_tensors(emitted: Emitted) -> tuple[Tensor, ...]:
     """Storages that repetitions make again, once for each repetition."""
     counted = Counter(emitted.steps)
     graph = emitted.graph
-    repeats = {
-        node.name for node in emitted.rewritten.joint.graph.nodes if REPEATS in node.meta
-    }
+    repeats = {node.name for node in emitted.rewritten.joint.graph.nodes if REPEATS in node.meta}
     assert sum(counted.values()) - len(counted) == len(repeats)
     return tuple(
         _tensor(graph, op, storage)

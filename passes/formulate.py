@@ -38,7 +38,9 @@ class Index:
     """Gradient storage -> graph op that ends the stage that delivers it."""
 
 
-def cut_stages(graph: Graph, binding: Mapping[sympy.Symbol, int]) -> tuple[tuple[int, ...], dict[int, int]]:
+def cut_stages(
+    graph: Graph, binding: Mapping[sympy.Symbol, int]
+) -> tuple[tuple[int, ...], dict[int, int]]:
     """Cut backward into stages; a gradient is delivered at the end of the stage of its last use.
 
     Returns:
@@ -50,7 +52,9 @@ def cut_stages(graph: Graph, binding: Mapping[sympy.Symbol, int]) -> tuple[tuple
             ready |= dict.fromkeys(graph.values[output.value].storages, 0)
     inputs = {s for value in graph.inputs for s in graph.values[value].storages}
     ready = {s: i for s, i in ready.items() if s not in inputs}
-    first = next(i for i in range(graph.border + 1, len(graph.ops)) if not graph.is_alias(graph.ops[i]))
+    first = next(
+        i for i in range(graph.border + 1, len(graph.ops)) if not graph.is_alias(graph.ops[i])
+    )
     real = [i for i, op in enumerate(graph.ops) if not graph.is_alias(op)]
     for i in real:
         op = graph.ops[i]
@@ -144,7 +148,9 @@ def _next_kept(kept: Sequence[int], n: int) -> list[int]:
     return position
 
 
-def resident_bytes(graph: Graph, binding: Mapping[sympy.Symbol, int] | None = None) -> dict[Role, int]:
+def resident_bytes(
+    graph: Graph, binding: Mapping[sympy.Symbol, int] | None = None
+) -> dict[Role, int]:
     """Bytes of the step's inputs, by role; a storage with two names counts once."""
     found: dict[Role, int] = {}
     seen = dict.fromkeys(s for value in graph.inputs for s in graph.values[value].storages)

@@ -30,9 +30,7 @@ class LiveRanges:
     """Per storage, op index; n: it outlives backward."""
 
 
-def holders(
-    graph: Graph, protocol: StepProtocol, delivered: Mapping[int, int]
-) -> dict[int, int]:
+def holders(graph: Graph, protocol: StepProtocol, delivered: Mapping[int, int]) -> dict[int, int]:
     """Storages that something beside the ops holds, and the last op during which it does.
 
     Args:
@@ -65,7 +63,9 @@ def holders(
         name, role = graph.storages[storage].name, graph.storages[storage].role
         if name == LOSS:
             held[storage] = n
-        elif role is Role.TANGENT and ((loss_inside and _is_root(graph, storage)) or name == "root gradient"):
+        elif role is Role.TANGENT and (
+            (loss_inside and _is_root(graph, storage)) or name == "root gradient"
+        ):
             held[storage] = n - 1  # `loss.backward()` keeps the gradient it starts from
     return held
 

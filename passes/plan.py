@@ -8,7 +8,7 @@ when it was made, by liveness of the rewritten graph, and are stored for reading
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from remat.solvers import BoundClass, Status
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """overhead - lower_bound: 0.01 is one point of step time."""
+        """Overhead - lower_bound: 0.01 is one point of step time."""
         return max(0.0, self.overhead - self.lower_bound)
 
     @property
@@ -99,15 +99,10 @@ class Plan:
         protocol = data.pop("protocol")
         if isinstance(protocol["gradient_outputs"], list):
             protocol["gradient_outputs"] = tuple(protocol["gradient_outputs"])
-        tensors = {
-            key: tuple(Tensor(**entry) for entry in data.pop(key)) for key in ("saved", "recomputed")
-        }
+        for key in ("saved", "recomputed"):
+            data[key] = tuple(Tensor(**entry) for entry in data[key])
         for key in ("steps", "stage_ends", "unmeasured"):
             data[key] = tuple(data[key])
         data["status"] = Status(data["status"])
         data["bound_class"] = BoundClass(data["bound_class"])
-        return Plan(**data, **tensors, protocol=StepProtocol(**protocol))
-
-    def with_budget(self, budget_bytes: int) -> "Plan":
-        """The same program, reported against another budget."""
-        return replace(self, budget_bytes=budget_bytes)
+        return Plan(**data, protocol=StepProtocol(**protocol))

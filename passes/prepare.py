@@ -9,12 +9,13 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx, nn
+
 from remat.ir import Graph
 from remat.ir.canonical import canonicalize, is_backward
 from remat.ir.capture import Capture, capture
 from remat.ir.lift import Loss, Measured, Signature, lift
 from remat.ir.structure import put_tensors
-from torch import fx, nn
 
 from .eager import eager_trace
 from .memory import profile
@@ -71,7 +72,9 @@ def prepare_step(
         node.name: Measured(sympy.Integer(found.bytes), found.outputs)
         for node, found in zip(nodes, scratch, strict=True)
     }
-    unknown = [n.name for n, found in zip(nodes, scratch, strict=True) if found.origin is Origin.UNKNOWN]
+    unknown = [
+        n.name for n, found in zip(nodes, scratch, strict=True) if found.origin is Origin.UNKNOWN
+    ]
     loss = _loss(captured, loss_fn) if loss_fn else None
     border = next(node.name for node in nodes if is_backward(node))
     graph = lift(joint, signature, border=border, measured=measured, loss=loss)

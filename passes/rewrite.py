@@ -12,9 +12,9 @@ alias of the first.
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -117,12 +117,13 @@ class _Emitter:
     def _value(self, node: fx.Node) -> Any:
         """Fake value of a new node, from its operands'."""
         args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+        target = cast(Callable[..., Any], node.target)
         with self.mode:
-            if node.target is generator_state:
+            if target is generator_state:
                 return torch.empty(CPU_STATE_BYTES, dtype=torch.uint8)
-            if node.target is repeat_random:
+            if target is repeat_random:
                 return args[2](*args[3:], **kwargs)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return target(*args, **kwargs)
 
 
 def rewrite_joint(
@@ -138,7 +139,7 @@ def rewrite_joint(
     """
     old = {node.name: node for node in joint.graph.nodes}
     mode = next(
-        t.fake_mode  # type: ignore[attr-defined]
+        t.fake_mode
         for node in joint.graph.nodes
         for t in tensors_of(node.meta.get("val"))
         if isinstance(t, FakeTensor)
@@ -176,7 +177,8 @@ def rewrite_joint(
 
 
 def _last(graph: fx.Graph) -> fx.Node:
-    return next(iter(reversed(graph.nodes)))
+    last: fx.Node = next(iter(reversed(graph.nodes)))
+    return last
 
 
 class _OutputTaker:

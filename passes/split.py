@@ -53,6 +53,8 @@ class Parts:
     stages: tuple[Stage, ...]
     backward: fx.GraphModule
     """The stages in one graph."""
+    gradients: tuple[str, ...]
+    """Targets of the gradients that it returns, in order."""
 
 
 def split_joint(rewritten: Rewritten, signature: Signature) -> Parts:
@@ -65,7 +67,9 @@ def split_joint(rewritten: Rewritten, signature: Signature) -> Parts:
     cut = next(i for i, node in enumerate(nodes) if node.name == rewritten.border)
     forward, backward = nodes[:cut], nodes[cut:]
     outputs = list(zip(joint.graph.output_node().args[0], signature.outputs, strict=True))  # type: ignore[arg-type]
-    early: list[fx.Node | None] = [n for n, (kind, _) in outputs if kind is not OutputKind.GRADIENT]
+    early: list[fx.Node | None] = [
+        n for n, (kind, _) in outputs if kind is not OutputKind.GRADIENT
+    ]
     gradients = [
         (node, target)
         for node, (kind, target) in outputs
@@ -83,6 +87,7 @@ def split_joint(rewritten: Rewritten, signature: Signature) -> Parts:
         tangents=tuple(tangents),
         stages=stages,
         backward=_module(joint, backward, _reads(backward), [node for node, _ in gradients]),
+        gradients=tuple(target for _, target in gradients),
     )
 
 
@@ -109,7 +114,9 @@ def _stages(
         ready = [g for g in gradients if rewritten.delivered[g[1]] == i]
         own = {node.name for node in part}
         inputs = list(needs[i])
-        inputs += [node.name for node, _ in ready if node.name not in own and node.name not in inputs]
+        inputs += [
+            node.name for node, _ in ready if node.name not in own and node.name not in inputs
+        ]
         keep = {name for read in needs[i + 1 :] for name in read}
         keep |= {node.name for node, target in gradients if rewritten.delivered[target] > i}
         kept = [node for node in part if node.name in keep]

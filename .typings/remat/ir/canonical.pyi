@@ -1,0 +1,1 @@
+from ir.canonical import *

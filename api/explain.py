@@ -1,0 +1,81 @@
+"""The text summary of a plan."""
+
+from typing import TYPE_CHECKING
+
+from remat.passes import Plan, Tensor, profile
+
+from .budget import in_units
+from .planner import Planned
+
+if TYPE_CHECKING:
+    from .dropin import Stats
+
+SHOWN = 10
+"""Decisions that are listed."""
+
+
+def explain(planned: Planned, stats: "Stats | None" = None) -> str:
+    """What a plan does and what it rests on, on one screen."""
+    plan = planned.plan
+    lines = [*_figures(plan), *_peak(planned), *_decisions(plan), *_rests_on(plan)]
+    if stats is not None:
+        lines.append(f"calls: {stats.planned} planned, {sum(stats.fallbacks.values())} fallbacks")
+        lines += [f"  {count} x {reason}" for reason, count in stats.fallbacks.items()]
+    seconds = ", ".join(f"{part} {s:.1f}" for part, s in planned.seconds.items())
+    lines.append(f"planning: {sum(planned.seconds.values()):.1f} s ({seconds})")
+    return "\n".join(lines)
+
+
+def _figures(plan: Plan) -> list[str]:
+    rows = [
+        ("budget", plan.budget_bytes),
+        ("peak", plan.peak_bytes),
+        ("eager peak", plan.baseline_peak_bytes),
+        ("least peak", plan.least_peak_bytes),
+        ("resident", plan.resident_bytes),
+    ]
+    lines = [f"{name:<11} {in_units(size):>12}  {size:>16,} B" for name, size in rows]
+    if plan.is_eager:
+        return [*lines, "The budget is at or above eager's peak: the model runs as it is."]
+    return [
+        *lines,
+        f"recomputation: +{plan.overhead:.2%} of the step's predicted time, proven to be within "
+        f"{plan.gap * 100:.2f} points of the least ({plan.status}; {plan.bound_class})",
+    ]
+
+
+def _peak(planned: Planned) -> list[str]:
+    found = profile(planned.trace)
+    instant = planned.trace.instants[found.peak_instant]
+    held = sorted(
+        ((curve[found.peak_instant], role) for role, curve in found.by_role.items()), reverse=True
+    )
+    filled = ", ".join(f"{role} {in_units(size)}" for size, role in held if size)
+    where = " ".join(part for part in (instant.module, instant.source) if part)
+    return [f"peak at {instant.target} in {instant.phase} ({where}): {filled}"]
+
+
+def _decisions(plan: Plan) -> list[str]:
+    lines: list[str] = []
+    for title, tensors in (("saved", plan.saved), ("recomputed", plan.recomputed)):
+        lines.append(f"{title}: {len(tensors)} tensors, {in_units(sum(t.bytes for t in tensors))}")
+        largest = sorted(tensors, key=lambda t: -t.bytes)[:SHOWN]
+        lines += [f"  {in_units(t.bytes):>10}  {_row(t)}" for t in largest]
+    return lines
+
+
+def _row(tensor: Tensor) -> str:
+    return f"{tensor.name:<24.24} {tensor.op:<32.32} {tensor.module} {tensor.source}".rstrip()
+
+
+def _rests_on(plan: Plan) -> list[str]:
+    protocol = plan.protocol
+    lines = [
+        f"counted: optimizer {plan.optimizer}; loss {plan.loss}; gradients "
+        f"{'resident' if protocol.gradients_resident else 'absent'} at forward; outputs "
+        f"{'held' if protocol.outputs_held else 'dropped'} by the caller",
+        f"target: {plan.device}; times by {plan.cost_model}; graph by {plan.route or 'none'}",
+    ]
+    if plan.unmeasured:
+        lines.append(f"scratch not known, taken as 0: {', '.join(plan.unmeasured[:SHOWN])}")
+    return lines

@@ -1,0 +1,110 @@
+"""The entry points: `optimize_checkpoints` and `plan_checkpoints`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from remat.passes import Plan, StepProtocol
+from remat.solvers import Limits
+
+from .dropin import Remat, make_dropin
+from .options import Options, check
+
+LossFn = Callable[[Any], torch.Tensor]
+
+
+def optimize_checkpoints(
+    model: nn.Module,
+    budget_gb: float | str,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: Optimizer | str | None = "auto",
+    protocol: StepProtocol | None = None,
+    cost_model: str = "roofline",
+    time_limit_s: float = 60.0,
+    gap: float = 0.01,
+) -> nn.Module:
+    """A model that trains like `model`, with the peak memory of the whole step under a budget.
+
+    Losses, gradients, buffers and the random stream are bit for bit those of `model`; what changes is
+    which activations are kept for backward and which are computed again.
+
+    Args:
+        model: in the mode in which it trains.
+        budget_gb: a number of GB (10**9 bytes), or a string: "8GB", "24GiB", "900MB", "123456B", "80%" (of
+            the device's memory), "auto" (that memory less 5 %). It caps everything on the device:
+            parameters, buffers, inputs, gradients, optimizer state, activations, temporaries.
+        example_args: positional arguments of one training call; real, fake or meta tensors. Without
+            any, the plan is made on the first training call.
+        example_kwargs: keyword arguments of that call.
+        loss_fn: output of the model to a scalar, if the loss is outside the model. Its memory is counted
+            then; it is not called in training.
+        optimizer: whose state and temporaries count: an optimizer, a name in `torch.optim`, or None;
+            "auto" takes the live optimizer that holds the parameters, else assumes AdamW.
+        protocol: what else is resident when, in your loop.
+        cost_model: "roofline" (predicted for the device at hand), the name of a device to predict for
+            ("a100-80gb"), or "timed" (ops are timed here).
+        time_limit_s: solver time, seconds.
+        gap: stop when the overhead is proven to be within this fraction of step time of the least.
+
+    Returns:
+        A `torch.fx.GraphModule` that is an instance of `type(model)` and shares its parameters, buffers
+        and submodules. Its attribute `remat` holds plan, statistics and `explain()`.
+
+    Raises:
+        InfeasibleBudgetError: no plan fits; says what would.
+        UnsupportedGraphError: the model cannot be captured; says where and what to do.
+        ValueError: a budget or option that cannot be read.
+        TypeError: likewise.
+    """
+    limits = Limits(time_limit_s, gap)
+    options = Options(
+        budget_gb, loss_fn, optimizer, protocol or StepProtocol(), cost_model, limits
+    )
+    check(options, model)
+    dropin = make_dropin(model, Remat(options))
+    if example_args or example_kwargs:
+        remat: Remat = vars(dropin)["remat"]
+        remat.prepare(dropin, example_args, dict(example_kwargs or {}))
+    return dropin
+
+
+def plan_checkpoints(
+    model: nn.Module,
+    budget_gb: float | str,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: Optimizer | str | None = "auto",
+    protocol: StepProtocol | None = None,
+    cost_model: str = "roofline",
+    time_limit_s: float = 60.0,
+    gap: float = 0.01,
+) -> Plan:
+    """The plan that `optimize_checkpoints` would run, without running it; see there.
+
+    Parameters may be fake or on the meta device: a model of any size is planned on a small machine.
+    """
+    planned = optimize_checkpoints(
+        model,
+        budget_gb,
+        example_args,
+        example_kwargs or {},
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        protocol=protocol,
+        cost_model=cost_model,
+        time_limit_s=time_limit_s,
+        gap=gap,
+    )
+    plan = vars(planned)["remat"].plan
+    if plan is None:
+        raise ValueError("plan_checkpoints needs example arguments of one training call")
+    assert isinstance(plan, Plan)
+    return plan
