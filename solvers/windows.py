@@ -33,11 +33,13 @@ ROUNDS = 12
 """Times that instants are added."""
 SHRINKS = 6
 """Times that the budget is lowered in one round."""
+EVICTIONS = 4
+"""Budgets under which a run with eviction is tried before the model is."""
 NEW_INSTANTS = 3
 """Instants added in one round."""
 NEW_ROWS = 6
 """Stage rows added in one round."""
-WORK = 200_000
+WORK = 1_000_000
 """Branch-and-bound nodes times variables of one solve, roughly."""
 NUMERIC = 1e-6
 """Fraction of the baseline cost that counts as equal: HiGHS's bounds are floating point."""
@@ -116,7 +118,7 @@ def solve_windows(
     Args:
         problem: what to solve.
         limits: when to stop.
-        start: a known schedule, used as the first incumbent if it fits.
+        start: a known schedule, used as the first incumbent if it fits; then there is always an answer.
 
     Raises:
         VerifyError: `start` is no schedule of this problem.
@@ -131,7 +133,12 @@ def solve_windows(
         search.bound = float("inf")
         return search.solution()
     search.offer(start)
-    search.offer(decode(problem, table, None, problem.budget))
+    # Eviction is not monotone: a run may fit a lower budget where it gave up under a higher one.
+    for step in range(EVICTIONS):
+        if not search.schedule or step == 0:
+            search.offer(
+                decode(problem, table, None, problem.budget - step * problem.budget // 50)
+            )
     _add_instants(search, identity)
     return search.solution()
 
