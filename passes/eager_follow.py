@@ -56,7 +56,7 @@ class _Storage:
     death: int | None = None
 
 
-class Follow(TorchDispatchMode):
+class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records instants and blocks of what runs under it, in order."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -65,7 +65,7 @@ class Follow(TorchDispatchMode):
         Args:
             mode: the fake mode, entered before this one.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.phase = Phase.FORWARD
         self.values = KnownValues()
         self.mode = mode
