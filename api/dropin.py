@@ -111,7 +111,15 @@ class Remat:
     def make(
         self, model: nn.Module, forward: Callable[..., Any], call: Call, resident: bool
     ) -> _Entry:
-        """Plan for a call, and keep the plan."""
+        """Plan for a call, and keep the plan.
+
+        Args:
+            model: the drop-in.
+            forward: its original forward, bound.
+            call: normalised arguments.
+            resident: gradients exist when the forward begins.
+        """
+        known = next(iter(self._entries.values()), None)
         protocol = replace(self.protocol, gradients_resident=resident)
         request = Request(
             module=model,
