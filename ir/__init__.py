@@ -19,7 +19,9 @@ from .graph import (
     Storage,
     Value,
 )
+from .text import to_text
 from .trace import Block, Instant, Phase, Role, Trace
+from .verify import verify
 
 __all__ = [
     "BORDER",
@@ -42,4 +44,6 @@ __all__ = [
     "UnsupportedGraphError",
     "Value",
     "VerifyError",
+    "to_text",
+    "verify",
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from remat.ir import Block, Graph, Op, OutputKind, Trace
+from remat.ir import Block, Graph, Op, OutputKind, Trace, verify
 from remat.ir.lift import Measured, lift
 
 from .formulate import Index
@@ -64,6 +64,7 @@ def emit_schedule(
         measured=_measured(rewritten, prepared),
         loss=prepared.loss,
     )
+    verify(graph)
     held = holders(graph, protocol, _delivered(graph, rewritten))
     ranges = live_ranges(graph, held)
     return Emitted(

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from remat.ir import Graph
+from remat.ir import Graph, verify
 from remat.ir.canonical import canonicalize, is_backward
 from remat.ir.capture import Capture, capture
 from remat.ir.lift import Loss, Measured, Signature, lift
@@ -78,6 +78,7 @@ def prepare_step(
     loss = _loss(captured, loss_fn) if loss_fn else None
     border = next(node.name for node in nodes if is_backward(node))
     graph = lift(joint, signature, border=border, measured=measured, loss=loss)
+    verify(graph)
     device = next(v.device for n in nodes if isinstance(v := n.meta["val"], torch.Tensor))
     return Prepared(captured, signature, border, graph, measured, loss, tuple(unknown), device)
 
