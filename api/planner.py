@@ -24,7 +24,6 @@ from remat.passes import (
     formulate,
     holders,
     live_ranges,
-    measure_scratch,
     optimizer_trace,
     planned_trace,
     prepare_step,
@@ -32,6 +31,7 @@ from remat.passes import (
     repeated_tensors,
     resident_bytes,
     saved_tensors,
+    scratch_for,
     split_joint,
     state_bytes,
     timed_costs,
@@ -195,7 +195,9 @@ def surroundings(request: Request) -> Surroundings:
     trace: Trace | None = None
     if request.optimizer.instance is not None:
         trace = optimizer_trace(
-            [p for _, p in trained], request.optimizer.instance, scratch=measure_scratch
+            [p for _, p in trained],
+            request.optimizer.instance,
+            scratch=scratch_for(request.module),
         )
         blocks += [block for block in trace.blocks if block.role is Role.OPTIMIZER_STATE]
     if protocol.other_bytes:
@@ -217,7 +219,7 @@ def _eager(request: Request) -> Trace:
         optimizer=request.optimizer.instance,
         gradients_resident=request.protocol.gradients_resident,
         outputs_held=request.protocol.outputs_held,
-        scratch=measure_scratch,
+        scratch=scratch_for(request.module),
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from remat import InfeasibleBudgetError, plan_checkpoints
+from remat import InfeasibleBudgetError, StepProtocol, plan_checkpoints
 from remat.passes import Plan
 
 TOKENS = 4096
@@ -65,6 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Plan Llama-3-8B without its weights")
     parser.add_argument("--budget", help="default: 80GB; with --quick 14GB")
     parser.add_argument("--layers", type=int, help="default: 32; with --quick 1")
+    parser.add_argument("--device", default="h100", help="whose speed predicts the overhead")
     parser.add_argument("--quick", action="store_true", help="a model of one layer")
     arguments = parser.parse_args()
     budget = arguments.budget or ("14GB" if arguments.quick else "80GB")
@@ -73,7 +74,15 @@ def main() -> int:
     print(f"Llama-3, {parameters / 1e9:.2f} billion parameters, bfloat16, 1 x {TOKENS} tokens\n")
     start = time.perf_counter()
     try:
-        plan = plan_checkpoints(model, budget, (), batch, optimizer="adamw")
+        plan = plan_checkpoints(
+            model,
+            budget,
+            (),
+            batch,
+            optimizer="adamw",
+            protocol=StepProtocol(outputs_held=False),  # loss = model(**batch).loss
+            cost_model=arguments.device,
+        )
     except InfeasibleBudgetError as error:
         print(error)
         return 1

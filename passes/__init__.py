@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .devices import Device, device
     from .eager import eager_trace, optimizer_trace
     from .emit import Emitted, emit_schedule, repeated_tensors, saved_tensors
-    from .prepare import Prepared, prepare_step
+    from .prepare import Prepared, prepare_step, scratch_for
     from .randomness import state_bytes
     from .rewrite import Rewritten, rewrite_joint
     from .scratch import Call, Scratch, measure_scratch
@@ -29,7 +29,7 @@ _MODULES = {
     "devices": ("Device", "device"),
     "eager": ("eager_trace", "optimizer_trace"),
     "emit": ("Emitted", "emit_schedule", "repeated_tensors", "saved_tensors"),
-    "prepare": ("Prepared", "prepare_step"),
+    "prepare": ("Prepared", "prepare_step", "scratch_for"),
     "randomness": ("state_bytes",),
     "rewrite": ("Rewritten", "rewrite_joint"),
     "scratch": ("Call", "Scratch", "measure_scratch"),
@@ -72,6 +72,7 @@ __all__ = [
     "resident_bytes",
     "rewrite_joint",
     "saved_tensors",
+    "scratch_for",
     "split_joint",
     "state_bytes",
     "timed_costs",

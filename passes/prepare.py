@@ -3,7 +3,7 @@
 Capture, canonical form, scratch of every kernel, memory of a loss outside the model, lifting.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,16 @@ import torch
 from torch import fx, nn
 
 from remat.ir import Graph, verify
+from remat.ir._torch import DisableAutocast
 from remat.ir.canonical import canonicalize, is_backward
-from remat.ir.capture import Capture, capture
+from remat.ir.capture import Capture, capture, is_fake
 from remat.ir.lift import Loss, Measured, Signature, lift
 from remat.ir.structure import put_tensors
 
-from .eager import eager_trace
+from .eager import ScratchOf, eager_trace, no_scratch
 from .memory import profile
 from .protocol import StepProtocol
-from .scratch import Call, Origin, measure_scratch
+from .scratch import Call, Origin, Scratch, measure_scratch
 
 _SCALAR_BYTES = 4
 
@@ -67,7 +68,8 @@ def prepare_step(
     joint = captured.joint
     canonicalize(joint, mutated, gradients)
     nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
-    scratch = measure_scratch([_call(node) for node in nodes])
+    scratch_of = scratch_for(module)
+    scratch = scratch_of([_call(node) for node in nodes])
     measured = {
         node.name: Measured(sympy.Integer(found.bytes), found.outputs)
         for node, found in zip(nodes, scratch, strict=True)
@@ -75,12 +77,28 @@ def prepare_step(
     unknown = [
         n.name for n, found in zip(nodes, scratch, strict=True) if found.origin is Origin.UNKNOWN
     ]
-    loss = _loss(captured, loss_fn) if loss_fn else None
+    loss = _loss(captured, loss_fn, scratch_of) if loss_fn else None
     border = next(node.name for node in nodes if is_backward(node))
     graph = lift(joint, signature, border=border, measured=measured, loss=loss)
     verify(graph)
     device = next(v.device for n in nodes if isinstance(v := n.meta["val"], torch.Tensor))
     return Prepared(captured, signature, border, graph, measured, loss, tuple(unknown), device)
+
+
+def scratch_for(module: nn.Module) -> ScratchOf:
+    """How the scratch of a module's kernels is found.
+
+    Kernels are executed on the device at hand. A module without data is planned for another machine: its
+    kernels are not executed here, and their scratch is reported as unknown.
+    """
+    if any(is_fake(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        return no_scratch
+
+    def measured(calls: Sequence[Call]) -> Sequence[Scratch]:
+        with DisableAutocast():  # the casts are calls of their own
+            return measure_scratch(calls)
+
+    return measured
 
 
 def _call(node: fx.Node) -> Call:
@@ -99,7 +117,9 @@ class _Outputs(nn.Module):
         return put_tensors(self.pattern, tensors)
 
 
-def _loss(captured: Capture, loss_fn: Callable[[Any], torch.Tensor]) -> Loss:
+def _loss(
+    captured: Capture, loss_fn: Callable[[Any], torch.Tensor], scratch_of: ScratchOf
+) -> Loss:
     """Memory of a loss outside the model: its step alone, on the model's outputs."""
     results = [
         torch.empty_like(tensor, device="meta").requires_grad_(i in captured.gradient_outputs)
@@ -111,7 +131,7 @@ def _loss(captured: Capture, loss_fn: Callable[[Any], torch.Tensor]) -> Loss:
         {},
         loss_fn=loss_fn,
         outputs_held=True,
-        scratch=measure_scratch,
+        scratch=scratch_of,
     )
     found = profile(trace)
     tangents = sum(
