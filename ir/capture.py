@@ -42,7 +42,7 @@ from ._torch import (
     reparametrize,
     tracing,
 )
-from .dropout import eager_dropout
+from .eager_kernels import eager_kernels
 from .errors import UnsupportedGraphError
 from .fake import Dynamic, fake_tensors
 from .graph import OutputKind
@@ -347,7 +347,7 @@ def _capture(
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(compiling_state())
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(eager_dropout())
+        stack.enter_context(eager_kernels())
         stack.enter_context(record_origins(module))
         descriptors = aot_export_joint_with_descriptors(stack, functional, tuple(fakes), {})
     assert functional.output is not None

@@ -36,7 +36,7 @@ class Measured:
     scratch: sympy.Expr = sympy.S.Zero
     """Bytes held only while it runs."""
     outputs: tuple[int, ...] = ()
-    """Bytes of the real storage of each tensor in its result; empty: as the fakes say."""
+    """Bytes of the real storage of each leaf of its result, 0 for None; empty: as the fakes say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +88,19 @@ class _Builder:
         self, node: fx.Node, role: Role, real: tuple[int, ...] = ()
     ) -> tuple[int, list[int]]:
         """Add the value of `node`; returns its index and the storages that are new in it."""
-        fakes = tensors_of(node.meta.get("val"))
+        leaves = tree_leaves(node.meta.get("val"))
         indices: list[int] = []
         new: list[int] = []
-        for i, fake in enumerate(fakes):
+        for i, fake in enumerate(leaves):
+            if not isinstance(fake, torch.Tensor):  # None for a gradient that nobody asked for
+                continue
             key = fake.untyped_storage()._cdata
             if key not in self.storage_of:
                 self.storage_of[key] = len(self.storages)
                 size = self.size(fake.untyped_storage())
                 if i < len(real) and size.is_Integer:
                     size = sympy.Integer(real[i])
-                suffix = f".{i}" if len(fakes) > 1 else ""
+                suffix = f".{i}" if len(leaves) > 1 else ""
                 self.storages.append(Storage(node.name + suffix, role, size))
                 new.append(self.storage_of[key])
             if self.storage_of[key] not in indices:

@@ -1,0 +1,64 @@
+"""Kernels that eager runs and that torch replaces while it traces.
+
+Some ops have a second implementation in Python, which is taken under a trace only. A graph made of it
+is not bit for bit the model:
+    dropout   is replaced by `native_dropout`. On the CPU, eager draws a float mask, divides it by 1 - p,
+              and multiplies; the two round differently for some p (15 of the 99 values 0.01, .., 0.99).
+              Source of the eager form: `_dropout_impl` in ATen/native/Dropout.cpp.
+    upsample  is replaced by indexing, whose gradient comes in another memory layout (channels last is
+              lost), and later kernels round by layout. The kernel itself is traced instead.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch._C import DispatchKey
+
+_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not train or p == 0 or input.numel() == 0:
+        return input
+    if p == 1:
+        return input * torch.zeros((), dtype=input.dtype, device=input.device)
+    if input.device.type != "cpu":
+        return torch.native_dropout(input, p, train)[0]
+    # Eager draws in the order of memory into a dense tensor with the strides of the input, whereas
+    # bernoulli.p draws into a contiguous one: so draw with the dimensions in the order of memory.
+    like = torch.empty_like(input)
+    order = sorted(range(input.dim()), key=lambda dim: -like.stride(dim))
+    if input.permute(order).is_contiguous():
+        like = input.detach()  # the values of the argument do not matter: spare the allocation
+    drawn = torch.ops.aten.bernoulli.p(like.permute(order), 1 - p)
+    inverse = sorted(range(input.dim()), key=order.__getitem__)
+    return input * drawn.permute(inverse).div(1 - p)
+
+
+def _upsampling() -> Iterator[torch._ops.OpOverload]:
+    for name in dir(torch.ops.aten):
+        if name.lstrip("_").startswith("upsample_"):
+            packet = getattr(torch.ops.aten, name)
+            yield from (getattr(packet, overload) for overload in packet.overloads())
+
+
+@contextlib.contextmanager
+def eager_kernels() -> Iterator[None]:
+    """Trace the ops above as eager runs them."""
+    dropout = torch.ops.aten.dropout.default
+    before = {op: dict(op.py_kernels) for op in (dropout, *_upsampling())}
+    try:
+        for op in before:
+            for key in _KEYS:
+                if op is dropout:
+                    op.py_kernels[key] = _dropout
+                else:
+                    op.py_kernels.pop(key, None)
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in before.items():
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
