@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from remat.ir import Block, Role, SolverError, Trace
+from remat.ir.untouched import put_back, python_state
 from remat.passes import (
     Emitted,
     Index,
@@ -35,6 +36,7 @@ from remat.passes import (
     split_joint,
     state_bytes,
     timed_costs,
+    whole_step,
 )
 from remat.solvers import BoundClass, Limits, Problem, Solution, Status, least_peak, solve_windows
 
@@ -126,10 +128,6 @@ def make_plan(
         UnsupportedGraphError: the model cannot be captured.
     """
     clock = _Clock(report)
-    clock.begin("eager trace")
-    around = surroundings(request)
-    eager = _eager(request)
-    baseline = profile(eager).peak + request.protocol.other_bytes
     clock.begin("capture")
     prepared = prepared or prepare_step(
         request.module,
@@ -139,6 +137,11 @@ def make_plan(
         loss_fn=request.loss_fn,
         protocol=request.protocol,
     )
+    clock.begin("eager trace")
+    around = surroundings(request)
+    eager = _eager(request, around)
+    baseline = profile(eager).peak
+    clock.begin("capture")
     times = op_times(prepared, request.cost_model)
     clock.begin("least peak")
     problem, index = _formulate(request, prepared, around, times)
@@ -174,7 +177,7 @@ def make_plan(
             "remat; please report it with the model."
         )
     parts = split_joint(best.rewritten, prepared.signature)
-    program = make_program(parts, prepared)
+    program = make_program(parts, prepared, request.protocol)
     clock.begin("")
     return Planned(plan, program, parts, prepared, best, best.trace, clock.seconds)
 
@@ -183,7 +186,7 @@ def _optimizer_peak(prepared: Prepared, request: Request, around: Surroundings) 
     """Peak of the optimizer step, which no plan can change."""
     graph = prepared.graph
     ranges = live_ranges(graph, holders(graph, request.protocol, {}))
-    found = profile(planned_trace(graph, ranges, around.blocks, around.optimizer))
+    found = profile(whole_step(planned_trace(graph, ranges), around.blocks, around.optimizer))
     return max(found.bytes[len(graph.ops) :], default=0)
 
 
@@ -210,17 +213,22 @@ def surroundings(request: Request) -> Surroundings:
     return Surroundings(tuple(blocks), trace)
 
 
-def _eager(request: Request) -> Trace:
-    return eager_trace(
-        request.module,
-        request.args,
-        request.kwargs,
-        loss_fn=request.loss_fn,
-        optimizer=request.optimizer.instance,
-        gradients_resident=request.protocol.gradients_resident,
-        outputs_held=request.protocol.outputs_held,
-        scratch=scratch_for(request.module),
-    )
+def _eager(request: Request, around: Surroundings) -> Trace:
+    state = python_state(request.module)
+    try:
+        trace = eager_trace(
+            request.module,
+            request.args,
+            request.kwargs,
+            loss_fn=request.loss_fn,
+            gradients_resident=request.protocol.gradients_resident,
+            outputs_held=request.protocol.outputs_held,
+            scratch=scratch_for(request.module),
+        )
+    finally:  # the forward ran on fake tensors, which must stay nowhere
+        put_back(state)
+    beside = [block for block in around.blocks if block.role is not Role.GRADIENT]
+    return whole_step(trace, beside, around.optimizer)
 
 
 def op_times(prepared: Prepared, cost_model: str) -> list[int]:

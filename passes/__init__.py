@@ -12,6 +12,7 @@ from .liveness import LiveRanges, holders, live_ranges, planned_trace
 from .memory import MemoryProfile, alive_at, at_binding, profile
 from .plan import Plan, Tensor
 from .protocol import StepProtocol
+from .whole_step import whole_step
 
 if TYPE_CHECKING:
     from .cost import Cost, costs, timed_costs
@@ -76,6 +77,7 @@ __all__ = [
     "split_joint",
     "state_bytes",
     "timed_costs",
+    "whole_step",
 ]
 
 

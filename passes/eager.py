@@ -11,7 +11,8 @@ The step that is described:
         A held output outlives the step.
     (3) Backward, from the loss. Without a loss function: from every 0-dimensional floating-point tensor
         of the output that requires a gradient, together; if there is none, from all tensors that do.
-        Each starts with a gradient of ones. The starting tensors are dropped after backward.
+        Each starts with a gradient of ones. A loss is kept to the end of the step, as loops do that
+        print it.
     (4) The optimizer step, then gradients are dropped, unless they are resident. Without an optimizer
         they outlive the step.
 
@@ -97,7 +98,7 @@ def eager_trace(
             inputs = [stage.fake(t, f"input_{i}", Role.INPUT) for i, t in enumerate(tensors)]
             arguments = put_tensors(pattern, inputs)
             with _running(follow), state:
-                held = _forward_backward(follow, model, arguments, loss_fn, outputs_held)
+                kept = _forward_backward(follow, model, arguments, loss_fn, outputs_held)
             for name, parameter in parameters:
                 if parameter.grad is not None:
                     follow.label(parameter.grad, Role.GRADIENT, f"{name}.grad")
@@ -106,7 +107,7 @@ def eager_trace(
                 if not gradients_resident:
                     twin.zero_grad()
             trace = follow.trace()
-            del held
+            del kept
         return _with_scratch(trace, scratch(follow.calls))
 
     try:
@@ -190,7 +191,7 @@ def _forward_backward(
     loss_fn: LossFn | None,
     outputs_held: bool,
 ) -> object:
-    """Run both phases; the output if it is held, else None."""
+    """Run both phases; returns what the caller keeps: the loss, and the output if it is held."""
     args, kwargs = arguments
     with follow.paths(model):
         output = model.forward(*args, **kwargs)
@@ -204,7 +205,7 @@ def _forward_backward(
     for tangent in tangents:
         follow.label(tangent, Role.TANGENT)
     torch.autograd.backward(roots, tangents)
-    return held
+    return held, [root for root in roots if root.dim() == 0]
 
 
 def _tensors(value: object) -> tuple[torch.Tensor, ...]:

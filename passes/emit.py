@@ -19,6 +19,7 @@ from .prepare import Prepared
 from .protocol import StepProtocol
 from .randomness import repeat_random, state_bytes
 from .rewrite import REPEATS, Rewritten, rewrite_joint
+from .whole_step import whole_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def emit_schedule(
         rewritten,
         graph,
         ranges,
-        planned_trace(graph, ranges, extra, optimizer),
+        whole_step(planned_trace(graph, ranges), extra, optimizer),
         tuple(original.ops[index.ops[op]].name for op in schedule),
         tuple(original.ops[op].name for op in index.stage_ends),
     )

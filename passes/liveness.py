@@ -10,10 +10,8 @@ Definitions. Ops are numbered in program order, 0 to n - 1.
 This is memory liveness. (In MLIR "liveness" asks whether a value is needed at all.)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import sympy
 
 from remat.ir import LOSS, Block, Graph, Instant, OutputKind, Role, Trace
 
@@ -98,36 +96,20 @@ def live_ranges(graph: Graph, held: Mapping[int, int]) -> LiveRanges:
     return LiveRanges(tuple(birth), tuple(death))
 
 
-def planned_trace(
-    graph: Graph, ranges: LiveRanges, extra: Sequence[Block] = (), optimizer: Trace | None = None
-) -> Trace:
-    """Trace of forward, backward and optimizer step of a planned step.
+def planned_trace(graph: Graph, ranges: LiveRanges) -> Trace:
+    """Trace of forward and backward of a planned step.
 
     Args:
         graph: the rewritten joint graph.
         ranges: its live ranges.
-        extra: further blocks that are resident throughout (gradients, optimizer state).
-        optimizer: one steady-state optimizer step; its temporaries are appended.
     """
-    n = len(graph.ops)
-    later = len(optimizer.instants) if optimizer else 0
-    instants = tuple(
-        Instant(op.name, op.target, op.phase, op.scratch, op.source, op.module) for op in graph.ops
+    return Trace(
+        tuple(
+            Instant(op.name, op.target, op.phase, op.scratch, op.source, op.module)
+            for op in graph.ops
+        ),
+        tuple(
+            Block(s.name, s.role, s.size, birth, death)
+            for s, birth, death in zip(graph.storages, ranges.birth, ranges.death, strict=True)
+        ),
     )
-    blocks = [
-        Block(s.name, s.role, s.size, birth, death if death < n else n + later)
-        for s, birth, death in zip(graph.storages, ranges.birth, ranges.death, strict=True)
-    ]
-    blocks += [Block(b.name, b.role, b.size, -1, n + later) for b in extra]
-    if optimizer:
-        blocks += [
-            Block(b.name, b.role, b.size, n + b.birth, n + min(b.death, later))
-            for b in optimizer.blocks
-            if b.birth >= 0
-        ]
-    return Trace(instants + (optimizer.instants if optimizer else ()), tuple(blocks))
-
-
-def total(sizes: Sequence[sympy.Expr]) -> sympy.Expr:
-    """Sum of sizes."""
-    return sympy.Add(*sizes)

@@ -116,7 +116,8 @@ class _Emitter:
 
     def _value(self, node: fx.Node) -> Any:
         """Fake value of a new node, from its operands'."""
-        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+        operands: Any = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+        args, kwargs = operands
         target = cast(Callable[..., Any], node.target)
         with self.mode:
             if target is generator_state:

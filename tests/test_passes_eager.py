@@ -50,7 +50,6 @@ def step_of(
         if not held:
             del output
         loss.backward()  # type: ignore[no-untyped-call]
-        del loss
         if optimizer is not None:
             optimizer.step()
         if not resident:
