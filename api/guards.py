@@ -97,6 +97,10 @@ class Guard:
         """Inputs of the graph, in order."""
         return [slot.holder[slot.key] for slot in self.slots] + tensors
 
+    def trained_ids(self) -> frozenset[int]:
+        """`id` of every trained parameter."""
+        return frozenset(id(slot.holder[slot.key]) for slot in self.trained)
+
     def has_gradients(self) -> bool:
         """Some trained parameter has a `.grad`."""
         return any(slot.holder[slot.key].grad is not None for slot in self.trained)

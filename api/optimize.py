@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from remat.passes import Plan, StepProtocol
 from remat.solvers import Limits
 
-from .dropin import Remat, make_dropin
+from .dropin import Remat
+from .identity import make_dropin
 from .options import Options, check
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -67,7 +68,7 @@ def optimize_checkpoints(
         budget_gb, loss_fn, optimizer, protocol or StepProtocol(), cost_model, limits
     )
     check(options, model)
-    dropin = make_dropin(model, Remat(options))
+    dropin = make_dropin(model, options)
     if example_args or example_kwargs:
         remat: Remat = vars(dropin)["remat"]
         remat.prepare(dropin, example_args, dict(example_kwargs or {}))

@@ -1,11 +1,18 @@
 """Which optimizer a step is planned with: the one given, the one found, or one assumed."""
 
+import functools
 import gc
+import weakref
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_ours: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+"""Optimizers that were made to know their state: never found as the user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ def find_optimizer(module: nn.Module, asked: Optimizer | str | None) -> Assumed:
         live = _live_optimizer(parameters)
         if live is not None:
             return Assumed(live, f"{type(live).__name__}, found holding the parameters")
-        return Assumed(torch.optim.AdamW(parameters), "AdamW, assumed")
+        return Assumed(_make(torch.optim.AdamW, parameters), "AdamW, assumed")
     by_name = {
         name.lower(): cls
         for name, cls in vars(torch.optim).items()
@@ -51,20 +58,66 @@ def find_optimizer(module: nn.Module, asked: Optimizer | str | None) -> Assumed:
             f"no optimizer {asked!r} in torch.optim; there are {', '.join(sorted(by_name))}"
         )
     cls = by_name[asked.lower()]
-    return Assumed(cls(parameters), f"{cls.__name__}, by name")
+    return Assumed(_make(cls, parameters), f"{cls.__name__}, by name")
+
+
+def _make(cls: Any, parameters: list[nn.Parameter]) -> Optimizer:
+    made: Optimizer = cls(parameters)
+    _ours.add(made)
+    return made
 
 
 def _live_optimizer(parameters: list[nn.Parameter]) -> Optimizer | None:
-    """The most recent optimizer in the process that holds one of the parameters."""
+    """The optimizer in the process that holds most of the parameters; None if none holds any."""
     wanted = {id(p) for p in parameters}
-    found = [
-        candidate
+    held = [
+        (
+            sum(id(p) in wanted for group in candidate.param_groups for p in group["params"]),
+            candidate,
+        )
         for candidate in gc.get_objects()
         if issubclass(type(candidate), Optimizer)
-        and any(
-            id(p) in wanted
-            for group in getattr(candidate, "param_groups", ())
-            for p in group["params"]
-        )
+        and hasattr(candidate, "param_groups")
+        and candidate not in _ours
     ]
-    return found[-1] if found else None
+    count, found = max(held, key=lambda entry: entry[0], default=(0, None))
+    return found if count else None
+
+
+def traits(optimizer: Optimizer | None) -> object:
+    """What the memory of an optimizer step depends on: its class and which options are on."""
+    if optimizer is None:
+        return None
+    return type(optimizer), {name: _is_on(value) for name, value in optimizer.defaults.items()}
+
+
+def _is_on(value: object) -> object:
+    """An option without its strength: a learning rate needs the same bytes whatever it is."""
+    return value if value is None or isinstance(value, bool | str) else bool(value)
+
+
+class Watcher(Protocol):
+    """Wants to know which optimizers step."""
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Called after each step of every optimizer in the process."""
+
+
+_watchers: "weakref.WeakSet[Watcher]" = weakref.WeakSet()
+
+
+def watch_optimizers(watcher: Watcher) -> None:
+    """Call `watcher.optimizer_stepped` from now on, for as long as `watcher` lives."""
+    _watchers.add(watcher)
+    _register_hook()
+
+
+@functools.cache
+def _register_hook() -> None:
+    """One hook for all watchers, never removed: torch runs hooks while it iterates over them."""
+    register_optimizer_step_post_hook(_tell_watchers)
+
+
+def _tell_watchers(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for watcher in list(_watchers):
+        watcher.optimizer_stepped(optimizer)

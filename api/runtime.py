@@ -6,21 +6,25 @@ gradients of its parameters. So gradients are accumulated, and hooks fire, while
 
     outputs <- entry <- stage 0 (parameters of stage 0) <- stage 1 (...) <- ...
 
-Kept from eager: a tensor that backward needs and that was changed in place since forward raises; a
-second backward raises unless the first one kept the graph; an output without a gradient gives None to
-the parameters that only it depends on; double backward raises.
+All that backward needs is saved the way autograd saves it (`save_for_backward`), so its promises hold:
+a tensor that backward needs and that was changed in place since forward raises, a second backward
+raises unless the first one kept the graph, and saved-tensor hooks see what is saved. An output without
+a gradient gives None to the parameters that only it depends on; double backward raises.
+
+Not as in eager: a tensor that only a recomputation reads must not be changed either. If several outputs
+receive gradients and one does not, its part of backward runs on zeros.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from remat.ir import GuardError
 from remat.ir._torch import DisableAutocast, keeps_graph
-from remat.passes import Parts, Prepared
+from remat.passes import Parts, Prepared, Stage, StepProtocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +38,31 @@ class Program:
     """Output tensors that receive a gradient, in the order of the tangents."""
     depends: Mapping[str, frozenset[int]]
     """Gradient target -> the tangents (by position) that it depends on."""
-    parameters: tuple[int, ...]
-    """Per stage gradient, flattened: position among the primals of the tensor it belongs to."""
+    parameters: tuple[tuple[int, ...], ...]
+    """Per stage and gradient: position among the primals of the tensor it belongs to."""
+    needed: tuple[tuple[int, ...], ...]
+    """Per stage: positions of the primals that it reads."""
+    dropped: tuple[int, ...]
+    """Output tensors that the caller has dropped when backward begins, says the protocol."""
 
 
-def make_program(parts: Parts, prepared: Prepared) -> Program:
+def make_program(parts: Parts, prepared: Prepared, protocol: StepProtocol) -> Program:
     """A program from the parts of a rewritten step."""
     captured = prepared.capture
     position = {name: i for i, name in enumerate(parts.primals)}
+    kept = () if prepared.loss is not None else captured.gradient_outputs
+    outputs = () if protocol.outputs_held else range(parts.results)
     return Program(
         parts=parts,
         results=captured.requires_grad,
         gradient_results=captured.gradient_outputs,
         depends=_tangents_behind(parts),
-        parameters=tuple(position[t] for stage in parts.stages for t in stage.gradients),
+        parameters=tuple(tuple(position[t] for t in stage.gradients) for stage in parts.stages),
+        needed=tuple(
+            tuple(position[name] for name in stage.inputs if name in position)
+            for stage in parts.stages
+        ),
+        dropped=tuple(i for i in outputs if i not in kept),
     )
 
 
@@ -67,18 +82,41 @@ def _tangents_behind(parts: Parts) -> dict[str, frozenset[int]]:
     return {target: behind.get(names[target], frozenset()) for target in targets}
 
 
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A saved value that shares the memory of an output: its place in that output's storage."""
+
+    output: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Listener(Protocol):
+    """Whoever runs the program, and wants to know."""
+
+    def done(self) -> None:
+        """A backward has run, or can run no more; called once for each forward."""
+
+    def held(self, count: int, size: int) -> None:
+        """The caller holds outputs that the protocol says it drops: their number and bytes."""
+
+
 @dataclass(slots=True)
 class Frame:
     """One forward whose backward may still come."""
 
     program: Program
-    primals: dict[str, torch.Tensor]
-    saved: dict[str, Any] | None
-    versions: dict[str, int]
-    outputs: list[tuple["weakref.ref[torch.Tensor]", int]]
-    on_done: Callable[[], None]
-    results: list[torch.Tensor] = field(default_factory=list)
+    listener: Listener
+    saved: list[str] = field(default_factory=list)
+    """Names of the values that the entry saves, in order."""
+    views: dict[str, _View] = field(default_factory=dict)
+    returned: list["weakref.ref[torch.Tensor]"] = field(default_factory=list)
+    """Outputs that the caller should have dropped when backward begins."""
     env: dict[str, Any] = field(default_factory=dict)
+    """While backward runs: values by name."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Of the values in `env` that are views of primals, which a hook may change."""
     missing: frozenset[int] = frozenset()
     keep: bool = False
     done: bool = False
@@ -87,7 +125,7 @@ class Frame:
         """The forward is no longer outstanding."""
         if not self.done:
             self.done = True
-            self.on_done()
+            self.listener.done()
 
     def __del__(self) -> None:
         """An abandoned forward is no longer outstanding either."""
@@ -95,49 +133,43 @@ class Frame:
 
 
 def run(
-    program: Program, primals: Sequence[torch.Tensor], on_done: Callable[[], None]
+    program: Program, primals: Sequence[torch.Tensor], listener: Listener
 ) -> list[torch.Tensor]:
     """Run forward; returns the output tensors, with a history that runs backward.
 
     Args:
         program: the planned step.
         primals: parameters, buffers and arguments, in the order of the graph's inputs.
-        on_done: called once, when backward has run or can run no more.
+        listener: hears when the forward is no longer outstanding.
     """
     parts = program.parts
-    named = dict(zip(parts.primals, primals, strict=True))
     with torch.no_grad(), DisableAutocast():
         made = parts.forward.forward(list(primals))
         first = len(parts.mutations)
+        named = dict(zip(parts.primals, primals, strict=True))
         for target, new in zip(parts.mutations, made[:first], strict=True):
             named[target].copy_(new)
     results = list(made[first : first + parts.results])
     saved = dict(zip(parts.saved, made[first + parts.results :], strict=True))
-    del made
-    needed = {name for stage in parts.stages for name in stage.inputs if name in named}
-    frame = Frame(
-        program,
-        {name: t for name, t in named.items() if name in needed},
-        saved,
-        {name: named[name]._version for name in parts.primals if name in needed},
-        [],
-        on_done,
-    )
+    del made, named
     tracked = [i for i, grad in enumerate(program.results) if grad]
-    frame.results = [_own(results[i]) for i in tracked]
+    outputs = [_own(results[i]) for i in tracked]
+    frame = Frame(program, listener)
+    frame.views = _views(saved, outputs)
+    kept = {name: value for name, value in saved.items() if name not in frame.views}
+    frame.saved = list(kept)
+    frame.versions = {name: t._version for name, t in kept.items() if t._is_view()}
     token: torch.Tensor | None = None
-    position = len(program.parameters)
     for number in reversed(range(len(parts.stages))):
-        count = len(parts.stages[number].gradients)
-        inputs = [primals[i] for i in program.parameters[position - count : position]]
-        position -= count
-        token = _Stage.apply(frame, number, token, *inputs)  # type: ignore[no-untyped-call]
-    del saved
-    with_history = _Entry.apply(frame, token)  # type: ignore[no-untyped-call]
+        inputs = [primals[i] for i in program.parameters[number]]
+        needed = [primals[i] for i in program.needed[number]]
+        token = _Stage.apply(frame, number, needed, token, *inputs)  # type: ignore[no-untyped-call]
+    box = [outputs, list(kept.values())]
+    del outputs, saved, kept
+    with_history = _Entry.apply(frame, box, token)  # type: ignore[no-untyped-call]
     for i, tensor in zip(tracked, with_history, strict=True):
         results[i] = tensor
-        if _shares_saved(tensor, frame):
-            frame.outputs.append((weakref.ref(tensor), tensor._version))
+    frame.returned = [weakref.ref(results[i]) for i in program.dropped]
     return results
 
 
@@ -148,60 +180,69 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _shares_saved(tensor: torch.Tensor, frame: Frame) -> bool:
-    storage = tensor.untyped_storage()._cdata
-    return any(
-        isinstance(other, torch.Tensor) and other.untyped_storage()._cdata == storage
-        for other in (frame.saved or {}).values()
-    )
+def _views(saved: Mapping[str, torch.Tensor], outputs: Sequence[torch.Tensor]) -> dict[str, _View]:
+    """Saved values that share the memory of an output.
 
-
-def _check_versions(frame: Frame, names: Sequence[str]) -> None:
-    for name in names:
-        expected = frame.versions.get(name)
-        if expected is not None and frame.primals[name]._version != expected:
-            tensor = frame.primals[name]
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: {tensor.dtype} {list(tensor.shape)} is at version {tensor._version}; "
-                f"expected version {expected} instead. It was changed between forward and backward."
-            )
+    They are made again from the output, which autograd saves: so a change of the output is noticed, and
+    no saved value keeps the output, its history and thereby itself alive.
+    """
+    owner = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(outputs)))}
+    return {
+        name: _View(owner[storage], t.shape, t.stride(), int(t.storage_offset()))
+        for name, t in saved.items()
+        if (storage := t.untyped_storage()._cdata) in owner
+    }
 
 
 class _Entry(torch.autograd.Function):
-    """Takes the gradients of the outputs; frees nothing and computes nothing."""
+    """Takes the gradients of the outputs, and hands out what is saved; computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, frame: Frame, token: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, frame: Frame, box: list[Any], token: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.frame = frame
-        results, frame.results = frame.results, []
-        ctx.like = [(r.shape, r.dtype, r.device) for r in results]
-        return tuple(results)
+        outputs, kept = box
+        box.clear()
+        ctx.like = [(r.shape, r.dtype, r.device) for r in outputs]
+        ctx.shared = sorted({view.output for view in frame.views.values()})
+        ctx.save_for_backward(*kept, *(outputs[i] for i in ctx.shared))
+        return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, torch.Tensor]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, torch.Tensor]:
         frame: Frame = ctx.frame
-        if frame.saved is None:
-            raise RuntimeError(
-                "Trying to backward through the graph a second time. Saved intermediate values of the "
-                "graph are freed when you call .backward() or autograd.grad(). Specify "
-                "retain_graph=True if you need to backward through the graph a second time."
-            )
-        for output, version in frame.outputs:
-            tensor = output()
-            if tensor is not None and tensor._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: an output of shape {list(tensor.shape)} is at version "
-                    f"{tensor._version}; expected version {version} instead."
-                )
         frame.keep = keeps_graph()
-        frame.env = dict(frame.saved) | _tangents(frame, ctx.like, gradients)
-        if not frame.keep:
-            frame.saved = None
-        return None, torch.empty(0)
+        tensors = ctx.saved_tensors
+        _check_dropped(frame)
+        count = len(frame.saved)
+        shared = dict(zip(ctx.shared, tensors[count:], strict=True))
+        frame.env = dict(zip(frame.saved, tensors[:count], strict=True))
+        for name, view in frame.views.items():
+            like = shared[view.output].detach()
+            frame.env[name] = like.as_strided(view.size, view.stride, view.offset)
+        frame.env |= _tangents(frame, ctx.like, gradients)
+        return None, None, torch.empty(0)
+
+
+def _check_dropped(frame: Frame) -> None:
+    """Report outputs that the caller keeps, unlike the protocol says."""
+    held = [tensor for output in frame.returned if (tensor := output()) is not None]
+    if held and not frame.keep:  # what keeps the graph keeps what the loss has saved, too
+        frame.listener.held(len(held), sum(tensor.nbytes for tensor in held))
+
+
+def _check_versions(frame: Frame, names: Sequence[str]) -> None:
+    """Raise if a view of a primal was changed since forward; autograd checks all else."""
+    for name in names:
+        expected = frame.versions.get(name)
+        if expected is not None and frame.env[name]._version != expected:
+            tensor = frame.env[name]
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: {tensor.dtype} {list(tensor.shape)} is at version {tensor._version}; "
+                f"expected version {expected} instead. It was changed while backward ran."
+            )
 
 
 def _tangents(
@@ -235,37 +276,52 @@ class _Stage(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, frame: Frame, number: int, token: torch.Tensor | None, *inputs: torch.Tensor
+        ctx: Any,
+        frame: Frame,
+        number: int,
+        needed: list[torch.Tensor],
+        token: torch.Tensor | None,
+        *inputs: torch.Tensor,
     ) -> torch.Tensor:
         ctx.frame, ctx.number = frame, number
+        ctx.save_for_backward(*needed)
         return torch.empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
         frame: Frame = ctx.frame
-        stage = frame.program.parts.stages[ctx.number]
-        _check_versions(frame, stage.inputs)
-        env = frame.env
-        inputs = []
-        for name, drop in zip(stage.inputs, stage.dropped, strict=True):
-            if name in frame.primals:
-                inputs.append(frame.primals[name])
-            else:
-                inputs.append(env.pop(name) if drop else env[name])
-        with torch.no_grad(), DisableAutocast():
-            made = list(stage.module.forward(inputs))
-        count = len(stage.gradients)
-        env.update(zip(stage.kept, made[count:], strict=True))
-        del made[count:]
+        parts = frame.program.parts
+        stage = parts.stages[ctx.number]
+        made = _run_stage(frame, stage, ctx.number, list(ctx.saved_tensors))
         depends = frame.program.depends
         for i, target in enumerate(stage.gradients):
             if frame.missing and depends[target] <= frame.missing:
                 made[i] = None
-        if ctx.number < len(frame.program.parts.stages) - 1:
-            return (None, None, token, *made)
-        env.clear()
-        if not frame.keep:
-            frame.primals = {}
-            frame.finish()
-        return (None, None, None, *made)
+        last = ctx.number == len(parts.stages) - 1
+        if last:
+            frame.env = {}
+            if not frame.keep:
+                frame.finish()
+        return (None, None, None, None if last else token, *made)
+
+
+def _run_stage(frame: Frame, stage: Stage, number: int, primals: list[torch.Tensor]) -> list[Any]:
+    """Gradients of a stage; what later stages need is left in the frame."""
+    positions = frame.program.needed[number]
+    names = frame.program.parts.primals
+    env = frame.env
+    of_primal = {names[i]: tensor for i, tensor in zip(positions, primals, strict=True)}
+    primals.clear()
+    _check_versions(frame, [name for name in stage.inputs if name not in of_primal])
+    inputs = [
+        of_primal[name] if name in of_primal else env.pop(name) if drop else env[name]
+        for name, drop in zip(stage.inputs, stage.dropped, strict=True)
+    ]
+    del of_primal
+    with torch.no_grad(), DisableAutocast():
+        made = list(stage.module.forward(inputs))
+    count = len(stage.gradients)
+    env.update(zip(stage.kept, made[count:], strict=True))
+    del made[count:]
+    return made

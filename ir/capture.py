@@ -19,7 +19,6 @@ depends on data, tensor subclasses. Symbolic sizes are taken on the DIRECT route
 
 import contextlib
 import inspect
-import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -50,6 +49,7 @@ from .lift import Signature
 from .origin import record_origins
 from .structure import Hole, put_tensors, take_tensors
 from .trace import Role
+from .untouched import put_back, python_state
 
 _OURS = str(Path(__file__).parent)
 
@@ -181,11 +181,29 @@ class _Functional(nn.Module):
         args, kwargs = put_tensors(self.pattern, arguments)
         with reparametrize(module, swapped):
             output = forward(*args, **kwargs)
+            _take_replaced(module, swapped)
         tensors, pattern = take_tensors(output)
         requires_grad = tuple(tensor.requires_grad for tensor in tensors)
         chosen = choose_gradient_outputs(tensors, self.gradient_outputs)
         self.output = (pattern, requires_grad, chosen)
         return [t if i in chosen else t.detach() for i, t in enumerate(tensors)]
+
+
+def _take_replaced(module: nn.Module, swapped: Mapping[str, torch.Tensor]) -> None:
+    """Turn the replacement of a buffer (``self.mean = ...``) into an update of it."""
+    for name, tensor in swapped.items():
+        path, _, key = name.rpartition(".")
+        now = getattr(module.get_submodule(path), key, None)
+        if now is tensor or isinstance(tensor, nn.Parameter):
+            continue
+        fits = isinstance(now, torch.Tensor) and now.shape == tensor.shape
+        if not fits or now.dtype != tensor.dtype or now.requires_grad:  # type: ignore[union-attr]
+            raise UnsupportedGraphError(
+                f"the forward replaces the buffer {name} by something that cannot be copied into it "
+                "(another shape or type, or part of the graph of autograd). Update it in place, "
+                "detached."
+            )
+        tensor.copy_(now)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,14 +281,26 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _untouched_random_state() -> Iterator[None]:
-    """Leave torch's and Python's random streams as they were."""
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """Leave random streams and Python attributes as they were.
+
+    Raises:
+        UnsupportedGraphError: the forward changed some, which a planned step would not repeat.
+    """
+    state = python_state(module)
+    changed: list[str] = []
     with torch.random.fork_rng(devices=[]):
-        state = random.getstate()
         try:
             yield
         finally:
-            random.setstate(state)
+            changed = put_back(state)
+    if changed:
+        raise UnsupportedGraphError(
+            f"the forward changes {', '.join(changed)}. A planned step does not repeat what the forward "
+            "does to Python objects. Register what it sets as a buffer and update that in place, return "
+            "what the training loop reads, draw from torch's generator; or, if it is a cache, run one "
+            "forward before optimize_checkpoints."
+        )
 
 
 def capture(
@@ -302,7 +332,7 @@ def capture(
     first: Exception | None = None
     for route in routes:
         try:
-            with _untouched_random_state():
+            with _untouched(module):
                 return _capture(
                     module,
                     forward or module.forward,
@@ -369,8 +399,8 @@ def _capture(
         symbols=symbols,
         route=route,
     )
-    if route is Route.REAL:
-        _refuse_unknown_sizes(result.joint)
+    _refuse_unknown_sizes(result.joint)
+    _refuse_late_updates(result)
     return result
 
 
@@ -395,6 +425,21 @@ def _refuse_unknown_sizes(joint: fx.GraphModule) -> None:
                 f"the size of {node.name} depends on data ({list(value.shape)}), so its memory is not "
                 "known beforehand. Leave that part of the model out of the plan."
             )
+
+
+def _refuse_late_updates(captured: Capture) -> None:
+    """Refuse what backward changes in place: an input that it updates is no output of the graph."""
+    inputs = [node for node in captured.joint.graph.nodes if node.op == "placeholder"]
+    names = [*captured.parameters, *captured.buffers]
+    names += [f"tensor argument {i}" for i in range(captured.arguments)]
+    for node, name in zip(inputs, names, strict=False):
+        for user in node.users:
+            target = user.target
+            if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+                raise UnsupportedGraphError(
+                    f"backward changes {name} in place ({target}), which a planned step would not do at "
+                    "the same time. Change it in forward, or in a hook."
+                )
 
 
 def _explain(error: Exception) -> UnsupportedGraphError:

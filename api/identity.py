@@ -1,0 +1,142 @@
+"""What a drop-in is to the rest of Python: a `GraphModule` that is an instance of the user's class.
+
+It shares the model's parameters, buffers and submodules: the very dictionaries, so that what is added
+to one is seen by the other. It is pickled as the user's own class, and a deep copy is a drop-in of its
+own, which makes its own plan.
+"""
+
+import copy
+import copyreg
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from remat.ir import UnsupportedGraphError
+
+from .dropin import Remat
+from .options import Options
+
+_TAKEN = ("code", "graph", "meta", "remat")
+_PATCHED = "_remat_forward"
+"""Attribute that keeps a forward that was put on the model itself."""
+
+
+def make_dropin(model: nn.Module, options: Options) -> nn.Module:
+    """An object of a subclass of the model's class that shares the model's state.
+
+    Args:
+        model: the model; a drop-in gives another drop-in for the model that it was made of.
+        options: for its plans.
+
+    Raises:
+        UnsupportedGraphError: the model has attributes of its own by the names that the drop-in needs.
+    """
+    base: type[nn.Module] = getattr(type(model), "_remat_base", type(model))
+    if base is type(model):
+        clash = [name for name in _TAKEN if hasattr(base, name) or name in vars(model)]
+        if clash:
+            raise UnsupportedGraphError(
+                f"{base.__name__} has attributes {clash}, which the optimised model needs for itself. "
+                "Rename them, or wrap the model in a module without them."
+            )
+    instance: Any = object.__new__(_class_for(base))  # type: ignore[arg-type]
+    vars(instance).update(_state(model))
+    patched = vars(instance).pop("forward", None)
+    if patched is not None:
+        vars(instance)[_PATCHED] = _rebound(patched, model, instance)
+    signature = inspect.signature(_original(instance))
+    vars(instance)["remat"] = Remat(options, signature)
+    assert isinstance(instance, nn.Module)
+    return instance
+
+
+def _rebound(forward: Callable[..., Any], model: nn.Module, instance: nn.Module) -> Any:
+    """A forward that was put on `model`, for `instance`."""
+    mine = isinstance(forward, MethodType) and forward.__self__ is model
+    return MethodType(forward.__func__, instance) if mine else forward  # type: ignore[attr-defined]
+
+
+def _original(model: nn.Module) -> Callable[..., Any]:
+    """The model's own forward, bound: the one put on the instance, else the class's."""
+    patched: Callable[..., Any] | None = vars(model).get(_PATCHED)
+    return patched or functools.partial(type(model)._remat_base.forward, model)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _class_for(base: type[nn.Module]) -> type:
+    """The class of a drop-in: the user's, and `GraphModule`, with forward on top."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        remat: Remat = vars(self)["remat"]
+        bound = _original(self)
+        planned = self.training and torch.is_grad_enabled() and remat.enabled
+        if not planned or torch.compiler.is_compiling():
+            return bound(*args, **kwargs)
+        return remat.call(self, bound, args, kwargs)
+
+    namespace = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__str__": base.__repr__,
+        "__copy__": _copy,
+        "__deepcopy__": _deepcopy,
+        "__reduce_ex__": _reduce,
+        "_graph": property(_graph),
+        "graph": property(_graph),
+        "code": property(lambda self: _graph(self).python_code("self").src),
+        "meta": property(lambda self: vars(self).setdefault("_remat_meta", {})),
+        "recompile": lambda self: None,
+        "forward": forward,
+        "_remat_base": base,
+        "_remat_original": property(_original),
+    }
+    return type(base.__name__, (base, fx.GraphModule), namespace)
+
+
+def _graph(model: nn.Module) -> fx.Graph:
+    planned = vars(model)["remat"].forward_graph
+    if planned is not None:
+        return planned.graph  # type: ignore[no-any-return]
+    empty = fx.Graph()
+    empty.output(None)
+    return empty
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Attributes of the user's own object."""
+    state = {k: v for k, v in vars(model).items() if k not in ("remat", "_remat_meta", _PATCHED)}
+    if _PATCHED in vars(model):
+        state["forward"] = vars(model)[_PATCHED]
+    return state
+
+
+def _reduce(model: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """Pickle as the user's own class, so that a checkpoint loads where remat is not installed."""
+    base = type(model)._remat_base  # type: ignore[attr-defined]
+    return copyreg._reconstructor, (base, object, None), _state(model)  # type: ignore[attr-defined]
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Another drop-in that shares the model's state."""
+    return make_dropin(model, vars(model)["remat"].options)
+
+
+def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A drop-in for a copy of the model; it makes its own plan when it trains."""
+    instance: Any = object.__new__(type(model))
+    memo[id(model)] = instance
+    state = copy.deepcopy(_state(model), memo)
+    if "forward" in state:
+        state[_PATCHED] = state.pop("forward")
+    vars(instance).update(state)
+    remat: Remat = vars(model)["remat"]
+    vars(instance)["remat"] = Remat(remat.options, remat.signature)
+    assert isinstance(instance, nn.Module)
+    return instance
