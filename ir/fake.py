@@ -5,6 +5,7 @@ symbols, one per name.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ def fake_tensors(
             for dim, name in wanted.items():
                 size = fake.shape[dim]
                 if name in symbols:
-                    torch._check(size == symbols[name])
+                    torch._check(size == symbols[name])  # type: ignore[no-untyped-call]
                 elif isinstance(size, torch.SymInt):
                     symbols[name] = size
         elif real:
@@ -67,7 +68,7 @@ def _static(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 def _symbolic(
     mode: FakeTensorMode, tensor: torch.Tensor, source: str, wanted: Mapping[int, str]
 ) -> torch.Tensor:
-    context = StatelessSymbolicContext(
+    context: Any = StatelessSymbolicContext(
         dynamic_sizes=[
             DimDynamic.DYNAMIC if dim in wanted else DimDynamic.STATIC
             for dim in range(tensor.dim())

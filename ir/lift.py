@@ -82,7 +82,7 @@ class _Builder:
             name = self.symbols.get(str(symbol), str(symbol))
             renamed[symbol] = sympy.Symbol(name, positive=True, integer=True)
             self.hints[renamed[symbol]] = int(count.node.shape_env.backed_var_to_val[symbol])
-        return count.node.expr.subs(renamed)
+        return sympy.expand(count.node.expr.subs(renamed))
 
     def value(
         self, node: fx.Node, role: Role, real: tuple[int, ...] = ()
