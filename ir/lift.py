@@ -71,6 +71,8 @@ class _Builder:
     storage_of: dict[int, int] = field(default_factory=dict)
     value_of: dict[fx.Node, int] = field(default_factory=dict)
     hints: dict[sympy.Symbol, int] = field(default_factory=dict)
+    updated: dict[int, str] = field(default_factory=dict)
+    """Storage of an input that the step updates -> name of the input."""
 
     def size(self, storage: torch.UntypedStorage) -> sympy.Expr:
         """Bytes of a fake storage, in the user's symbols."""
@@ -154,6 +156,10 @@ def lift(
         else:
             build.inputs.append(build.value(node, role)[0])
     results: Any = joint.graph.output_node().args[0]
+    updated = {target for kind, target in signature.outputs if kind is OutputKind.MUTATION}
+    for node in placeholders:
+        if node.name in updated:
+            build.updated |= dict.fromkeys(build.values[build.value_of[node]].storages, node.name)
     phase = Phase.FORWARD
     for node in joint.graph.nodes:
         if node.name == border:
@@ -219,7 +225,7 @@ def _add_op(build: _Builder, node: fx.Node, phase: Phase, measured: Measured) ->
             allocates=tuple(new),
             scratch=measured.scratch,
             random=random,
-            pinned=_why_pinned(node, phase),
+            pinned=_why_pinned(node, phase) or _reads_updated(build, node),
             source=source,
             module=module,
         )
@@ -251,6 +257,27 @@ def _why_pinned(node: fx.Node, phase: Phase) -> str:
     if is_random(node) and node.kwargs.get("generator") is not None:
         return f"{target} draws from a generator of its own"
     return ""
+
+
+def _reads_updated(build: _Builder, node: fx.Node) -> str:
+    """Why `node` may not run after the step's updates: what it reads would have changed."""
+    unread = _running_statistics(node)
+    for operand in node.all_input_nodes:
+        for storage in build.values[build.value_of[operand]].storages:
+            if storage in build.updated and operand not in unread:
+                return f"it reads {build.updated[storage]}, which the step updates"
+    return ""
+
+
+def _running_statistics(node: fx.Node) -> list[Any]:
+    """Arguments of a batch norm in training from which it makes their update, and nothing else."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if not given.get("training"):
+        return []
+    return [given.get("running_mean"), given.get("running_var")]
 
 
 def _final_roles(build: _Builder, outputs: tuple[Output, ...]) -> tuple[Storage, ...]:

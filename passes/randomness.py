@@ -28,7 +28,7 @@ def _set_generator_state(device: str, state: torch.Tensor) -> None:
 
 
 def repeat_random(
-    device: str, state: torch.Tensor, target: Callable[..., Any], *args: Any, **kwargs: Any
+    device: str, state: torch.Tensor, target: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run `target` as it ran when the generator was in `state`; leave the generator as it is now."""
     now = generator_state(device)
