@@ -22,7 +22,7 @@ from remat.ir.structure import rebuilder, take_tensors
 from remat.passes import Plan
 
 from .explain import explain
-from .guards import Call, Guard, make_guard, normalize
+from .guards import Call, Guard, make_guard, normalize, traced_hooks
 from .optimizers import find_optimizer, traits, watch_optimizers
 from .options import Options
 from .planner import Planned, Request, make_plan
@@ -135,6 +135,12 @@ class Remat:
             cost_model=self.options.device_for_cost(model),
             limits=self.options.limits,
         )
+        if hooked := traced_hooks(model):
+            self._warn(
+                "hooks",
+                f"remat: {', '.join(hooked)} have hooks. They run while the plan is made; what they compute "
+                "becomes part of the plan, what else they do does not happen in planned steps.",
+            )
         with self._original_runs(), progress() as report:
             planned = make_plan(request, report, known.planned.prepared if known else None)
         captured = planned.prepared.capture
@@ -160,6 +166,9 @@ class Remat:
         """Plan for example arguments."""
         forward: Callable[..., Any] = type(model)._remat_original.fget(model)  # type: ignore[attr-defined]
         call = normalize(self.signature, args, kwargs)
+        if call is None:
+            self.signature.bind(*args, **kwargs)
+        assert call is not None
         self.make(model, forward, call, self.options.protocol.gradients_resident)
 
     def call(
@@ -171,6 +180,8 @@ class Remat:
     ) -> Any:
         """Run one training call: by plan within its guards, else by the original forward."""
         call = normalize(self.signature, args, kwargs)
+        if call is None:
+            return forward(*args, **kwargs)  # which says better what is wrong
         tensors, pattern = take_tensors(call)
         entry = self._current
         if entry is not None and (why := entry.guard.why_not(tensors, pattern)):
@@ -226,7 +237,7 @@ class Remat:
         if self._current is None or optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        mine = self._current.guard.trained_ids()
+        mine = {id(p) for p in self._current.guard.trained()}
         if traits(optimizer) != self._assumed and any(
             id(p) in mine for group in optimizer.param_groups for p in group["params"]
         ):

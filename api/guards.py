@@ -1,12 +1,16 @@
 """Guards: under which conditions a plan is valid, and why a call is outside them.
 
 A plan holds for: the same arguments (sizes, strides, types, device, need of a gradient; equal values of
-what is no tensor), the same parameters and buffers (object, type, device, need of a gradient), every
-submodule in the same mode, the same autocast state. The check runs at every call, so it only compares
-what was looked up once.
+what is no tensor), the same parameters and buffers (type, device, sizes, strides, need of a gradient),
+every submodule in the same mode and with as many hooks, the same autocast state. The check runs at
+every call, so it only compares what was looked up once, and looks at parameters closely only when the
+address of one has changed.
+
+Not noticed: a parameter or buffer whose data is replaced by another view of the same memory.
 """
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,23 +20,59 @@ from torch import nn
 from remat.ir.structure import take_tensors
 
 _DEVICES = ("cpu", "cuda")
+_PLAIN = (bool, int, float, str)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def normalize(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The same call whether arguments come by position or keyword, and without those left at default."""
+def normalize(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Call | None:
+    """The same call whether arguments come by position or keyword, and without those left at default.
+
+    None if the arguments do not fit the signature.
+    """
     try:
         bound = signature.bind(*args, **kwargs)
-    except TypeError:  # the forward itself raises the better error
-        return args, kwargs
-    for name, parameter in signature.parameters.items():
-        if name in bound.arguments and bound.arguments[name] is parameter.default:
-            del bound.arguments[name]
+    except TypeError:
+        return None
+    given, parameters = bound.arguments, signature.parameters
+    for name in [n for n, value in given.items() if _is(value, parameters[n].default)]:
+        del given[name]
     return bound.args, bound.kwargs
+
+
+def _is(value: object, default: object) -> bool:
+    return value is default or (
+        type(value) is type(default) and isinstance(value, _PLAIN) and value == default
+    )
+
+
+def _equal(these: object, those: object) -> bool:
+    """Equal types and values; what cannot be compared is not equal."""
+    if type(these) is not type(those):
+        return False
+    if isinstance(these, tuple | list):
+        assert isinstance(those, tuple | list)
+        return len(these) == len(those) and all(map(_equal, these, those))
+    if isinstance(these, dict):
+        assert isinstance(those, dict)
+        return these.keys() == those.keys() and all(_equal(v, those[k]) for k, v in these.items())
+    try:
+        return bool(these == those)
+    except Exception:  # arrays, and whatever else users compare in their own way
+        return False
 
 
 def _of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _text(described: tuple[Any, ...]) -> str:
+    shape, _, dtype, device, requires_grad = described
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}" + (
+        ", requires grad" if requires_grad else ""
+    )
 
 
 def _autocast() -> tuple[Any, ...]:
@@ -43,74 +83,76 @@ def _autocast() -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where a parameter or buffer is registered, and what it was when the plan was made."""
-
-    name: str
-    holder: dict[str, Any]
-    key: str
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    shape: torch.Size
-
-
-@dataclass(frozen=True, slots=True)
 class Guard:
     """Conditions under which one plan is valid."""
 
     pattern: object
     arguments: tuple[tuple[Any, ...], ...]
-    slots: tuple[_Slot, ...]
+    names: tuple[str, ...]
     """Parameters then buffers, in the order of the graph's inputs."""
-    trained: tuple[_Slot, ...]
-    modes: tuple[tuple[nn.Module, bool], ...]
+    places: tuple[tuple[Mapping[str, Any], str], ...]
+    """Where each of them is registered."""
+    were: tuple[tuple[Any, ...], ...]
+    """What each of them was when the plan was made."""
+    needs: tuple[bool, ...]
+    """Whether each of them requires a gradient."""
+    addresses: list[int]
+    """Of each of them, when it was last looked at closely."""
+    modules: tuple[Mapping[str, Any], ...]
+    """Attributes of every module."""
+    modes: tuple[bool, ...]
+    quiet: tuple[Mapping[int, Any], ...]
+    """Hooks of submodules, where there are none; the root's are none of the plan's business."""
+    hooked: tuple[tuple[Mapping[int, Any], int], ...]
+    """Hooks of submodules and their number, where there are some."""
     autocast: tuple[Any, ...]
 
     def why_not(self, tensors: list[torch.Tensor], pattern: object) -> str:
         """Why a call is outside the guard; empty if it is inside."""
-        if pattern != self.pattern:
+        if not _equal(pattern, self.pattern):
             return "other arguments, or other values of arguments that are no tensors"
         for i, (tensor, expected) in enumerate(zip(tensors, self.arguments, strict=True)):
             if _of(tensor) != expected:
                 return (
                     f"tensor argument {i} is {_text(_of(tensor))}, planned for {_text(expected)}"
                 )
-        for module, training in self.modes:
-            if module.training is not training:
-                return f"a {type(module).__name__} is in {'train' if module.training else 'eval'} mode"
-        for slot in self.slots:
-            held = slot.holder.get(slot.key)
-            if (
-                held is None
-                or held.dtype is not slot.dtype
-                or held.requires_grad is not slot.requires_grad
-                or held.device != slot.device
-                or held.shape != slot.shape
-            ):
-                return f"{slot.name} has changed type, device, shape or requires_grad"
+        if tuple([module["training"] for module in self.modules]) != self.modes:
+            return "a submodule is in another mode (train or eval)"
+        if any(self.quiet) or any(len(held) != count for held, count in self.hooked):
+            return "hooks of a submodule have been added or removed"
         if _autocast() != self.autocast:
             return "autocast is on or off, unlike when it was planned"
+        state: list[Any] = [holder.get(key) for holder, key in self.places]
+        if not all([isinstance(tensor, torch.Tensor) for tensor in state]):
+            return "a parameter or buffer has been removed"
+        if tuple([tensor.requires_grad for tensor in state]) != self.needs:
+            return "a parameter has been frozen, or is trained again"
+        return self._why_not_state(state)
+
+    def _why_not_state(self, state: list[torch.Tensor]) -> str:
+        addresses = [t.data_ptr() for t in state]
+        if addresses != self.addresses:
+            for name, tensor, was in zip(self.names, state, self.were, strict=True):
+                if _of(tensor) != was:
+                    return f"{name} is {_text(_of(tensor))}, planned for {_text(was)}"
+            self.addresses[:] = addresses
         return ""
 
     def primals(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Inputs of the graph, in order."""
-        return [slot.holder[slot.key] for slot in self.slots] + tensors
+        return [holder[key] for holder, key in self.places] + tensors
 
-    def trained_ids(self) -> frozenset[int]:
-        """`id` of every trained parameter."""
-        return frozenset(id(slot.holder[slot.key]) for slot in self.trained)
+    def trained(self) -> list[torch.Tensor]:
+        """Parameters that require a gradient."""
+        return [
+            holder[key]
+            for (holder, key), need in zip(self.places, self.needs, strict=True)
+            if need
+        ]
 
     def has_gradients(self) -> bool:
         """Some trained parameter has a `.grad`."""
-        return any(slot.holder[slot.key].grad is not None for slot in self.trained)
-
-
-def _text(described: tuple[Any, ...]) -> str:
-    shape, _, dtype, device, requires_grad = described
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}" + (
-        ", requires grad" if requires_grad else ""
-    )
+        return any([tensor.grad is not None for tensor in self.trained()])
 
 
 def make_guard(
@@ -125,21 +167,41 @@ def make_guard(
         buffers: names of its buffer inputs.
     """
     tensors, pattern = take_tensors(call)
-    slots = tuple(_slot(module, name, "_parameters") for name in parameters)
+    places = [_place(module, name, "_parameters") for name in parameters]
+    places += [_place(module, name, "_buffers") for name in buffers]
+    state = [holder[key] for holder, key in places]
+    children = [child for child in module.modules() if child is not module]
+    hooks = [vars(child)[kind] for child in children for kind in _HOOKS]
     return Guard(
-        pattern,
-        tuple(_of(tensor) for tensor in tensors),
-        slots + tuple(_slot(module, name, "_buffers") for name in buffers),
-        tuple(slot for slot in slots if slot.requires_grad),
-        tuple((child, child.training) for child in module.modules()),
-        _autocast(),
+        pattern=pattern,
+        arguments=tuple(map(_of, tensors)),
+        names=(*parameters, *buffers),
+        places=tuple(places),
+        were=tuple(map(_of, state)),
+        needs=tuple(tensor.requires_grad for tensor in state),
+        addresses=[-1] * len(state),
+        modules=tuple(map(vars, module.modules())),
+        modes=tuple(child.training for child in module.modules()),
+        quiet=tuple(held for held in hooks if not held),
+        hooked=tuple((held, len(held)) for held in hooks if held),
+        autocast=_autocast(),
     )
 
 
-def _slot(module: nn.Module, name: str, kind: str) -> _Slot:
+def _place(module: nn.Module, name: str, kind: str) -> tuple[Mapping[str, Any], str]:
     path, _, key = name.rpartition(".")
-    holder: dict[str, Any] = vars(module.get_submodule(path))[kind]
-    tensor = holder[key]
-    return _Slot(
-        name, holder, key, tensor.dtype, tensor.device, tensor.requires_grad, tensor.shape
-    )
+    return vars(module.get_submodule(path))[kind], key
+
+
+def traced_hooks(model: nn.Module) -> list[str]:
+    """Names of submodules with hooks, beyond those that torch's own `spectral_norm` and the like add."""
+    return [
+        name
+        for name, child in model.named_modules()
+        if name
+        and any(
+            not type(hook).__module__.startswith("torch.nn.utils")
+            for kind in _HOOKS
+            for hook in vars(child)[kind].values()
+        )
+    ]

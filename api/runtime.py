@@ -167,6 +167,10 @@ def run(
     box = [outputs, list(kept.values())]
     del outputs, saved, kept
     with_history = _Entry.apply(frame, box, token)  # type: ignore[no-untyped-call]
+    alias = {id(tensor): i for i, tensor in zip(tracked, with_history, strict=True)}
+    for i, tensor in enumerate(results):  # an output that is another one, detached
+        if i not in tracked and id(tensor) in alias:
+            results[i] = tensor.detach()
     for i, tensor in zip(tracked, with_history, strict=True):
         results[i] = tensor
     frame.returned = [weakref.ref(results[i]) for i in program.dropped]

@@ -13,8 +13,9 @@ Routes, in this order; the first that succeeds is taken and named:
               example takes them. Only with real example tensors, only if no size stays unknown.
 
 Not handled, refused with `UnsupportedGraphError`: recurrent layers (torch 2.13 loses the dropout
-between their layers when it captures them), outputs that are views of inputs, control flow that
-depends on data, tensor subclasses. Symbolic sizes are taken on the DIRECT route only.
+between their layers when it captures them), outputs with a gradient that share memory with inputs or
+with each other, control flow that depends on data, tensor subclasses, forwards that change Python state
+(see `ir.untouched`), inputs that backward changes. Symbolic sizes are taken on the DIRECT route only.
 """
 
 import contextlib
@@ -52,6 +53,7 @@ from .trace import Role
 from .untouched import put_back, python_state
 
 _OURS = str(Path(__file__).parent)
+_COPIES = "Return copies instead."
 
 
 class Route(StrEnum):
@@ -121,7 +123,11 @@ class Capture:
                 mutated.append(node)
             elif results[position] is not None:
                 gradients.append((position, node))
-        assert len(names) + self.arguments + len(gradient_results) == len(placeholders)
+        if len(names) + self.arguments + len(gradient_results) != len(placeholders):
+            raise UnsupportedGraphError(
+                "an output of the model that requires a gradient is an input or parameter itself, or "
+                f"shares memory with another output. {_COPIES}"
+            )
         return (
             Signature(tuple(inputs), tuple(outputs), tuple(gradient_results)),
             mutated,
@@ -152,7 +158,7 @@ def _output_kind(desc: Any) -> tuple[OutputKind, Any]:
         return OutputKind.MUTATION, desc.mutated_input
     raise UnsupportedGraphError(
         f"the model has an output of kind {kind} (views of inputs, views that share memory with each "
-        "other, or inputs whose shape changes), which a plan cannot return. Return copies instead."
+        f"other, or inputs whose shape changes), which a plan cannot return. {_COPIES}"
     )
 
 
@@ -211,7 +217,7 @@ class _Tensors:
     parameters: list[nn.Parameter]
     buffers: list[torch.Tensor]
     names: dict[str, tuple[str, int]]
-    """Every registered name -> ("p" or "b", index)."""
+    """Name of every place where one is registered -> ("p" or "b", index)."""
     parameter_names: tuple[str, ...]
     buffer_names: tuple[str, ...]
 
@@ -241,13 +247,12 @@ def _fake_state(module: nn.Module, mode: FakeTensorMode) -> _Tensors:
     parameters, buffers = named_tensors(module)
     index = {id(p): ("p", i) for i, p in enumerate(parameters.values())}
     index |= {id(b): ("b", i) for i, b in enumerate(buffers.values())}
+    # Each slot once: a submodule with two names has one slot, and swapping it twice would lose what it held.
     names = {
-        name: index[id(tensor)]
-        for source in (
-            module.named_parameters(remove_duplicate=False),
-            module.named_buffers(remove_duplicate=False),
-        )
-        for name, tensor in source
+        f"{prefix}.{key}".lstrip("."): index[id(tensor)]
+        for prefix, child in module.named_modules()
+        for key, tensor in (*child._parameters.items(), *child._buffers.items())
+        if tensor is not None
     }
     fakes, _ = fake_tensors(mode, [*parameters.values(), *buffers.values()])
     count = len(parameters)

@@ -150,6 +150,7 @@ def rewrite_joint(
         if node.op in ("placeholder", "get_attr"):
             emitter.place(node)
     outputs = _OutputTaker(joint, graph)
+    outputs.take("", emitter)
     repeated = {op for op, count in Counter(schedule).items() if count > 1}
     ends = dict.fromkeys(index.stage_ends)
     marks: list[fx.Node] = []
@@ -166,7 +167,7 @@ def rewrite_joint(
         if first and index.ops[problem_op] in ends:
             marks.append(_last(emitter.new))
     assert before_border is not None
-    emitter.new.output(tuple(outputs.taken(emitter)))
+    emitter.new.output(tuple(outputs.taken()))
     border = before_border.next.name
     stage = {end: number for number, end in enumerate(index.stage_ends)}
     delivered = {
@@ -200,8 +201,7 @@ class _OutputTaker:
         for i in self.waiting.get(origin, ()):
             self.nodes[i] = emitter.fetch(self.results[i])
 
-    def taken(self, emitter: _Emitter) -> list[fx.Node | None]:
-        self.take("", emitter)
+    def taken(self) -> list[fx.Node | None]:
         return [self.nodes.get(i) for i in range(len(self.results))]
 
 

@@ -12,7 +12,7 @@ from remat import Plan, optimize_checkpoints
 
 HUGE = 10**12
 """A budget that every model here fits, bytes."""
-LOOSE = {"gap": 1.0}
+LOOSE: dict[str, Any] = {"gap": 1.0}
 """For tests that need a plan with recomputation, not the best one."""
 
 
