@@ -28,10 +28,11 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     # Eager draws in the order of memory into a dense tensor with the strides of the input, whereas
     # bernoulli.p draws into a contiguous one: so draw with the dimensions in the order of memory.
     like = torch.empty_like(input)
-    order = sorted(range(input.dim()), key=lambda dim: -like.stride(dim))
+    strides = like.stride()
+    order = sorted(range(input.dim()), key=lambda dim: -strides[dim])
     if input.permute(order).is_contiguous():
         like = input.detach()  # the values of the argument do not matter: spare the allocation
-    drawn = torch.ops.aten.bernoulli.p(like.permute(order), 1 - p)
+    drawn: torch.Tensor = torch.ops.aten.bernoulli.p(like.permute(order), 1 - p)
     inverse = sorted(range(input.dim()), key=order.__getitem__)
     return input * drawn.permute(inverse).div(1 - p)
 

@@ -21,7 +21,7 @@ from .canonical import dense_clone, is_random
 from .errors import UnsupportedGraphError
 from .graph import BORDER, LOSS, ROOT_GRADIENT, Graph, Op, Output, OutputKind, Storage, Value
 from .origin import origin_of
-from .trace import Phase, Role
+from .trace import Phase, Role, Trace
 
 SELECTS = frozenset(
     "argmax argmin argsort kthvalue median mode multinomial nonzero searchsorted sort topk unique".split()
@@ -58,7 +58,18 @@ class Loss:
     bytes: int
     """Size of the loss, and of the gradient that its backward starts from."""
     scratch: int
-    """Bytes held only in between, at their peak, beyond loss, root gradient and tangents."""
+    """Bytes held only in between, at their peak, beyond loss, root gradient, tangents and outputs; an
+    upper bound, as if all of these were held throughout."""
+    trace: Trace
+    """The loss alone, forward and backward; its blocks are those that are held only in between."""
+    dropped: tuple[int, ...]
+    """Per output of the model: last instant of the trace at which the loss or its caller holds it."""
+    tangents: tuple[int, ...]
+    """Per tangent: instant at which it is allocated."""
+    computed: int
+    """Instant at which the loss is allocated."""
+    root: int
+    """Instant at which the gradient that its backward starts from is allocated."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from remat.ir.lift import Measured, lift
 
 from .formulate import Index
 from .liveness import LiveRanges, holders, live_ranges, planned_trace
+from .outside_loss import with_loss
 from .plan import Tensor
 from .prepare import Prepared
 from .protocol import StepProtocol
@@ -68,11 +69,14 @@ def emit_schedule(
     verify(graph)
     held = holders(graph, protocol, _delivered(graph, rewritten))
     ranges = live_ranges(graph, held)
+    trace = planned_trace(graph, ranges)
+    if prepared.loss is not None:
+        trace = with_loss(trace, graph, prepared.loss)
     return Emitted(
         rewritten,
         graph,
         ranges,
-        whole_step(planned_trace(graph, ranges), extra, optimizer),
+        whole_step(trace, extra, optimizer),
         tuple(original.ops[index.ops[op]].name for op in schedule),
         tuple(original.ops[op].name for op in index.stage_ends),
     )

@@ -50,8 +50,8 @@ def holders(graph: Graph, protocol: StepProtocol, delivered: Mapping[int, int]) 
             hold(output.value, border - 1)
         elif output.kind is OutputKind.RESULT:
             # Without `outputs_held` the caller keeps the loss, and the rest only until it has it.
-            kept = n if loss_inside else border
-            loose = kept if output.value in roots else border - 1
+            root = n if output.value in roots else border - 1
+            loose = root if loss_inside else border
             hold(output.value, n if protocol.outputs_held else loose)
         else:
             for storage in graph.values[output.value].storages:

@@ -16,14 +16,11 @@ from remat.ir._torch import DisableAutocast
 from remat.ir.canonical import canonicalize, is_backward
 from remat.ir.capture import Capture, capture, is_fake
 from remat.ir.lift import Loss, Measured, Signature, lift
-from remat.ir.structure import put_tensors
 
-from .eager import ScratchOf, eager_trace, no_scratch
-from .memory import profile
+from .eager import ScratchOf, no_scratch
+from .outside_loss import trace_loss
 from .protocol import StepProtocol
 from .scratch import Call, Origin, Scratch, measure_scratch
-
-_SCALAR_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ def prepare_step(
     unknown = [
         n.name for n, found in zip(nodes, scratch, strict=True) if found.origin is Origin.UNKNOWN
     ]
-    loss = _loss(captured, loss_fn, scratch_of) if loss_fn else None
+    loss = trace_loss(captured, loss_fn, scratch_of) if loss_fn else None
     border = next(node.name for node in nodes if is_backward(node))
     graph = lift(joint, signature, border=border, measured=measured, loss=loss)
     verify(graph)
@@ -104,40 +101,3 @@ def scratch_for(module: nn.Module) -> ScratchOf:
 def _call(node: fx.Node) -> Call:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
     return Call(node.target, args, kwargs)  # type: ignore[arg-type]
-
-
-class _Outputs(nn.Module):
-    """A module whose output is made of its arguments, to trace a loss alone."""
-
-    def __init__(self, pattern: object) -> None:
-        super().__init__()
-        self.pattern = pattern
-
-    def forward(self, *tensors: torch.Tensor) -> object:
-        return put_tensors(self.pattern, tensors)
-
-
-def _loss(
-    captured: Capture, loss_fn: Callable[[Any], torch.Tensor], scratch_of: ScratchOf
-) -> Loss:
-    """Memory of a loss outside the model: its step alone, on the model's outputs."""
-    results = [
-        torch.empty_like(tensor, device="meta").requires_grad_(i in captured.gradient_outputs)
-        for i, tensor in enumerate(captured.results())
-    ]
-    trace = eager_trace(
-        _Outputs(captured.output_pattern),
-        tuple(results),
-        {},
-        loss_fn=loss_fn,
-        outputs_held=True,
-        scratch=scratch_of,
-    )
-    found = profile(trace)
-    tangents = sum(
-        tensor.untyped_storage().nbytes()
-        for i, tensor in enumerate(results)
-        if i in captured.gradient_outputs
-    )
-    beyond = found.peak - found.resident - tangents - 2 * _SCALAR_BYTES
-    return Loss(_SCALAR_BYTES, max(0, beyond))

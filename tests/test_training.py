@@ -42,7 +42,7 @@ def train_under_budgets(
     make: MakeOptimizer,
     protocol: StepProtocol,
     budgets: int,
-    time_limit_s: float,
+    gap: float = 0.01,
 ) -> list[Loop]:
     """Train eager, then under evenly spaced budgets from the baseline to the least; checks each."""
     reference = eager(zoo.build(name, large=large), make, protocol).record(STEPS)
@@ -54,14 +54,14 @@ def train_under_budgets(
     for i in range(1, budgets):
         budget = most - (most - least) * i // (budgets - 1)
         case = zoo.build(name, large=large)
-        loops.append(planned(case, make, protocol, budget, time_limit_s))
+        loops.append(planned(case, make, protocol, budget, gap))
         check(loops[-1], reference)
     return loops
 
 
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_a_model_trains_as_eager_at_the_baseline_and_at_the_least_budget(name: str) -> None:
-    loops = train_under_budgets(name, True, OPTIMIZERS["AdamW"], LOOSE, budgets=2, time_limit_s=4)
+    loops = train_under_budgets(name, True, OPTIMIZERS["AdamW"], LOOSE, budgets=2, gap=1.0)
     assert loops[1].plan.peak_bytes < loops[0].plan.peak_bytes
     assert loops[1].plan.recomputed
 
@@ -73,16 +73,14 @@ def test_other_loops_and_optimizers_are_predicted_to_the_byte(
     name: str, optimizer: str, protocol: str
 ) -> None:
     make, kept = OPTIMIZERS[optimizer], PROTOCOLS[protocol]
-    train_under_budgets(name, True, make, kept, budgets=3, time_limit_s=2)
+    train_under_budgets(name, True, make, kept, budgets=3, gap=1.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_four_budgets_down_to_the_least_keep_every_promise(name: str, large: bool) -> None:
-    loops = train_under_budgets(
-        name, large, OPTIMIZERS["AdamW"], LOOSE, budgets=4, time_limit_s=60
-    )
+    loops = train_under_budgets(name, large, OPTIMIZERS["AdamW"], LOOSE, budgets=4)
     plans = [loop.plan for loop in loops]
     assert [plan.gap <= 0.01 for plan in plans] == [True] * 4, [plan.gap for plan in plans]
     for more, less in pairwise(plans):
@@ -97,12 +95,12 @@ def test_every_model_is_predicted_to_the_byte_in_every_loop(
     name: str, optimizer: str, protocol: str
 ) -> None:
     make, kept = OPTIMIZERS[optimizer], PROTOCOLS[protocol]
-    train_under_budgets(name, False, make, kept, budgets=2, time_limit_s=4)
+    train_under_budgets(name, False, make, kept, budgets=2, gap=1.0)
 
 
 def test_one_byte_less_than_the_least_budget_is_refused() -> None:
     least = planned(zoo.build("mlp"), None, LOOSE, HUGE).plan.least_peak_bytes
-    planned(zoo.build("mlp"), None, LOOSE, least, time_limit_s=2)
+    planned(zoo.build("mlp"), None, LOOSE, least, gap=1.0)
     with pytest.raises(
         InfeasibleBudgetError, match=f"least feasible peak: {least} bytes"
     ) as refused:

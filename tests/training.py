@@ -82,7 +82,7 @@ def planned(
     make: MakeOptimizer,
     protocol: StepProtocol,
     budget: int = HUGE,
-    time_limit_s: float = 60.0,
+    gap: float = 0.01,
 ) -> Loop:
     """The loop around a drop-in; `budget` in bytes."""
     loop = eager(case, make, protocol)
@@ -94,7 +94,7 @@ def planned(
         loss_fn=case.loss_fn,
         optimizer=loop.optimizer,
         protocol=protocol,
-        time_limit_s=time_limit_s,
+        gap=gap,
     )
     return loop
 

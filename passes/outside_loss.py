@@ -1,0 +1,103 @@
+"""A loss outside the model: what it holds between the model's outputs and their gradients.
+
+The loss is traced alone, as eager runs it: a module yields copies of the outputs, the loss is computed,
+and its backward ends where the gradients of the outputs are there. In the graph all this is one op, the
+border, during which everything is held at once. In the trace of a planned step the loss's own instants
+take the border's place (see `with_loss`), so the bytes are exact there.
+
+Not handled: outputs that share memory with each other; a gradient that is expanded from fewer elements
+(it is taken to be dense); a loss that keeps anything beside what its backward needs.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.ir import Block, Graph, OutputKind, Role, Trace
+from remat.ir.capture import Capture
+from remat.ir.lift import Loss
+from remat.ir.structure import put_tensors
+
+from .eager import ScratchOf, eager_trace
+from .memory import profile
+
+
+class _Outputs(nn.Module):
+    """Yields copies of its parameters as the model yields its outputs."""
+
+    def __init__(self, captured: Capture) -> None:
+        super().__init__()
+        self.pattern = captured.output_pattern
+        outputs = [torch.empty_like(t, device="meta") for t in captured.results()]
+        self.outputs = nn.ParameterList(
+            nn.Parameter(output, requires_grad=i in captured.gradient_outputs)
+            for i, output in enumerate(outputs)
+        )
+
+    def forward(self) -> object:
+        return put_tensors(self.pattern, [output.clone() for output in self.outputs])
+
+
+def trace_loss(
+    captured: Capture, loss_fn: Callable[[Any], torch.Tensor], scratch: ScratchOf
+) -> Loss:
+    """Trace a loss on the outputs of a captured model."""
+    module = _Outputs(captured)
+    whole = eager_trace(module, (), {}, loss_fn=loss_fn, scratch=scratch)
+    first = len(module.outputs)
+    last = len(whole.instants) - first - 1
+    later = [replace(b, birth=b.birth - first, death=b.death - first) for b in whole.blocks]
+    copies = [b for b in later if -first <= b.birth < 0][:first]
+    gradients = {b.name: b for b in later if b.role is Role.GRADIENT}
+    tangents = [gradients[f"outputs.{i}.grad"] for i in captured.gradient_outputs]
+    own = [b for b in later if b.birth >= 0 and b not in tangents]
+    root = next(b for b in own if b.role is Role.TANGENT)
+    loss = next(b for b in own if b.death > last and b is not root)
+    trace = Trace(whole.instants[first:], tuple(b for b in own if b is not root and b is not loss))
+    everything = replace(trace, blocks=(*trace.blocks, *tangents, root, loss))
+    size = int(loss.size)
+    beyond = profile(everything).peak - sum(int(b.size) for b in (*tangents, root, loss))
+    return Loss(
+        bytes=size,
+        scratch=max(0, beyond),
+        trace=trace,
+        dropped=tuple(max(0, b.death) for b in copies),
+        tangents=tuple(b.birth for b in tangents),
+        computed=loss.birth,
+        root=root.birth,
+    )
+
+
+def with_loss(trace: Trace, graph: Graph, loss: Loss) -> Trace:
+    """Put the loss's own instants in the place of the border.
+
+    Args:
+        trace: of the graph's ops, one instant an op and one block a storage.
+        graph: the graph, original or rewritten.
+        loss: its loss.
+    """
+    at, more = graph.border, len(loss.trace.instants) - 1
+    made = dict(
+        zip(graph.ops[at].allocates, (*loss.tangents, loss.computed, loss.root), strict=True)
+    )
+    results = [o.value for o in graph.outputs if o.kind is OutputKind.RESULT]
+    dropped: dict[int, int] = {}
+    for value, end in zip(results, loss.dropped, strict=True):
+        for storage in graph.values[value].storages:
+            dropped[storage] = max(end, dropped.get(storage, 0))
+
+    def placed(storage: int, block: Block) -> Block:
+        birth, death = block.birth, block.death
+        return replace(
+            block,
+            birth=at + made[storage] if birth == at else birth + more * (birth > at),
+            death=at + dropped.get(storage, more) if death == at else death + more * (death > at),
+        )
+
+    blocks = [placed(storage, block) for storage, block in enumerate(trace.blocks)]
+    blocks += [replace(b, birth=at + b.birth, death=at + b.death) for b in loss.trace.blocks]
+    instants = (*trace.instants[:at], *loss.trace.instants, *trace.instants[at + 1 :])
+    return Trace(instants, tuple(blocks))
