@@ -42,7 +42,7 @@ from remat.solvers import BoundClass, Limits, Problem, Solution, Status, least_p
 
 from .infeasible import infeasible_error
 from .optimizers import Assumed
-from .runtime import Program, make_program
+from .program import Program, make_program
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ receive gradients and one does not, its part of backward runs on zeros.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,72 +24,24 @@ import torch
 
 from remat.ir import GuardError
 from remat.ir._torch import DisableAutocast, keeps_graph
-from remat.passes import Parts, Prepared, Stage, StepProtocol
+from remat.passes import Stage
 
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A planned step that can run."""
-
-    parts: Parts
-    results: tuple[bool, ...]
-    """Per output tensor: it requires a gradient."""
-    gradient_results: tuple[int, ...]
-    """Output tensors that receive a gradient, in the order of the tangents."""
-    depends: Mapping[str, frozenset[int]]
-    """Gradient target -> the tangents (by position) that it depends on."""
-    parameters: tuple[tuple[int, ...], ...]
-    """Per stage and gradient: position among the primals of the tensor it belongs to."""
-    needed: tuple[tuple[int, ...], ...]
-    """Per stage: positions of the primals that it reads."""
-    dropped: tuple[int, ...]
-    """Output tensors that the caller has dropped when backward begins, says the protocol."""
-
-
-def make_program(parts: Parts, prepared: Prepared, protocol: StepProtocol) -> Program:
-    """A program from the parts of a rewritten step."""
-    captured = prepared.capture
-    position = {name: i for i, name in enumerate(parts.primals)}
-    kept = () if prepared.loss is not None else captured.gradient_outputs
-    outputs = () if protocol.outputs_held else range(parts.results)
-    return Program(
-        parts=parts,
-        results=captured.requires_grad,
-        gradient_results=captured.gradient_outputs,
-        depends=_tangents_behind(parts),
-        parameters=tuple(tuple(position[t] for t in stage.gradients) for stage in parts.stages),
-        needed=tuple(
-            tuple(position[name] for name in stage.inputs if name in position)
-            for stage in parts.stages
-        ),
-        dropped=tuple(i for i in outputs if i not in kept),
-    )
-
-
-def _tangents_behind(parts: Parts) -> dict[str, frozenset[int]]:
-    """Gradient target -> tangents that it depends on."""
-    behind: dict[str, frozenset[int]] = {
-        name: frozenset([i]) for i, name in enumerate(parts.tangents)
-    }
-    for node in parts.backward.graph.nodes:
-        if node.op == "call_function":
-            behind[node.name] = frozenset().union(
-                *(behind.get(operand.name, frozenset()) for operand in node.all_input_nodes)
-            )
-    targets = [target for stage in parts.stages for target in stage.gradients]
-    outputs: Any = parts.backward.graph.output_node().args[0]
-    names = {target: node.name for target, node in zip(parts.gradients, outputs, strict=True)}
-    return {target: behind.get(names[target], frozenset()) for target in targets}
+from .program import Program, storage_of
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved value that shares the memory of an output: its place in that output's storage."""
+    """A saved value that is made again as a view of a tensor that autograd saves."""
 
-    output: int
+    of: int
+    """Position of that tensor, among the tracked outputs or the primals."""
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+    def again(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The saved value."""
+        return tensor.detach().as_strided(self.size, self.stride, self.offset)
 
 
 class Listener(Protocol):
@@ -110,13 +62,12 @@ class Frame:
     listener: Listener
     saved: list[str] = field(default_factory=list)
     """Names of the values that the entry saves, in order."""
-    views: dict[str, _View] = field(default_factory=dict)
+    of_outputs: dict[str, _View] = field(default_factory=dict)
+    of_primals: dict[str, _View] = field(default_factory=dict)
     returned: list["weakref.ref[torch.Tensor]"] = field(default_factory=list)
     """Outputs that the caller should have dropped when backward begins."""
     env: dict[str, Any] = field(default_factory=dict)
     """While backward runs: values by name."""
-    versions: dict[str, int] = field(default_factory=dict)
-    """Of the values in `env` that are views of primals, which a hook may change."""
     missing: frozenset[int] = frozenset()
     keep: bool = False
     done: bool = False
@@ -155,17 +106,18 @@ def run(
     tracked = [i for i, grad in enumerate(program.results) if grad]
     outputs = [_own(results[i]) for i in tracked]
     frame = Frame(program, listener)
-    frame.views = _views(saved, outputs)
-    kept = {name: value for name, value in saved.items() if name not in frame.views}
-    frame.saved = list(kept)
-    frame.versions = {name: t._version for name, t in kept.items() if t._is_view()}
+    frame.of_primals = {name: _view(i, saved.pop(name)) for name, i in program.view_of.items()}
+    shared = {storage_of(t): i for i, t in reversed(list(enumerate(outputs)))}
+    of_output = {name: shared.get(storage_of(value), -1) for name, value in saved.items()}
+    frame.of_outputs = {n: _view(i, saved.pop(n)) for n, i in of_output.items() if i >= 0}
+    frame.saved = list(saved)
     token: torch.Tensor | None = None
     for number in reversed(range(len(parts.stages))):
         inputs = [primals[i] for i in program.parameters[number]]
         needed = [primals[i] for i in program.needed[number]]
         token = _Stage.apply(frame, number, needed, token, *inputs)  # type: ignore[no-untyped-call]
-    box = [outputs, list(kept.values())]
-    del outputs, saved, kept
+    box = [outputs, list(saved.values())]
+    del outputs, saved
     with_history = _Entry.apply(frame, box, token)  # type: ignore[no-untyped-call]
     alias = {id(tensor): i for i, tensor in zip(tracked, with_history, strict=True)}
     for i, tensor in enumerate(results):  # an output that is another one, detached
@@ -184,18 +136,13 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _views(saved: Mapping[str, torch.Tensor], outputs: Sequence[torch.Tensor]) -> dict[str, _View]:
-    """Saved values that share the memory of an output.
+def _view(of: int, tensor: torch.Tensor) -> _View:
+    """How to make a saved value again.
 
-    They are made again from the output, which autograd saves: so a change of the output is noticed, and
-    no saved value keeps the output, its history and thereby itself alive.
+    What shares memory with an output or a primal is made again from that, which autograd saves: so a
+    change of it is noticed, and no saved value keeps an output, its history and thereby itself alive.
     """
-    owner = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(outputs)))}
-    return {
-        name: _View(owner[storage], t.shape, t.stride(), int(t.storage_offset()))
-        for name, t in saved.items()
-        if (storage := t.untyped_storage()._cdata) in owner
-    }
+    return _View(of, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 class _Entry(torch.autograd.Function):
@@ -208,7 +155,7 @@ class _Entry(torch.autograd.Function):
         outputs, kept = box
         box.clear()
         ctx.like = [(r.shape, r.dtype, r.device) for r in outputs]
-        ctx.shared = sorted({view.output for view in frame.views.values()})
+        ctx.shared = sorted({view.of for view in frame.of_outputs.values()})
         ctx.save_for_backward(*kept, *(outputs[i] for i in ctx.shared))
         return tuple(outputs)
 
@@ -222,9 +169,7 @@ class _Entry(torch.autograd.Function):
         count = len(frame.saved)
         shared = dict(zip(ctx.shared, tensors[count:], strict=True))
         frame.env = dict(zip(frame.saved, tensors[:count], strict=True))
-        for name, view in frame.views.items():
-            like = shared[view.output].detach()
-            frame.env[name] = like.as_strided(view.size, view.stride, view.offset)
+        frame.env |= {name: view.again(shared[view.of]) for name, view in frame.of_outputs.items()}
         frame.env |= _tangents(frame, ctx.like, gradients)
         return None, None, torch.empty(0)
 
@@ -234,19 +179,6 @@ def _check_dropped(frame: Frame) -> None:
     held = [tensor for output in frame.returned if (tensor := output()) is not None]
     if held and not frame.keep:  # what keeps the graph keeps what the loss has saved, too
         frame.listener.held(len(held), sum(tensor.nbytes for tensor in held))
-
-
-def _check_versions(frame: Frame, names: Sequence[str]) -> None:
-    """Raise if a view of a primal was changed since forward; autograd checks all else."""
-    for name in names:
-        expected = frame.versions.get(name)
-        if expected is not None and frame.env[name]._version != expected:
-            tensor = frame.env[name]
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: {tensor.dtype} {list(tensor.shape)} is at version {tensor._version}; "
-                f"expected version {expected} instead. It was changed while backward ran."
-            )
 
 
 def _tangents(
@@ -312,17 +244,18 @@ class _Stage(torch.autograd.Function):
 
 def _run_stage(frame: Frame, stage: Stage, number: int, primals: list[torch.Tensor]) -> list[Any]:
     """Gradients of a stage; what later stages need is left in the frame."""
-    positions = frame.program.needed[number]
-    names = frame.program.parts.primals
-    env = frame.env
-    of_primal = {names[i]: tensor for i, tensor in zip(positions, primals, strict=True)}
+    program, env, views = frame.program, frame.env, frame.of_primals
+    found = dict(zip(program.needed[number], primals, strict=True))
     primals.clear()
-    _check_versions(frame, [name for name in stage.inputs if name not in of_primal])
-    inputs = [
-        of_primal[name] if name in of_primal else env.pop(name) if drop else env[name]
-        for name, drop in zip(stage.inputs, stage.dropped, strict=True)
-    ]
-    del of_primal
+    inputs = []
+    for name, drop in zip(stage.inputs, stage.dropped, strict=True):
+        if name in views:
+            inputs.append(views[name].again(found[views[name].of]))
+        elif name in program.position:
+            inputs.append(found[program.position[name]])
+        else:
+            inputs.append(env.pop(name) if drop else env[name])
+    del found
     with torch.no_grad(), DisableAutocast():
         made = list(stage.module.forward(inputs))
     count = len(stage.gradients)
