@@ -35,8 +35,8 @@ def make_batches(count: int, batch: int, length: int) -> list[Batch]:
 
 def main() -> int:
     """Run the comparison; return the exit status."""
-    arguments = options("GPT-2 on real text, eager and under three budgets", steps=20)
-    layers, width, batch, length = (3, 64, 4, 64) if arguments.quick else (12, 256, 4, 192)
+    arguments = options("GPT-2 on real text, eager and under three budgets", steps=24)
+    layers, width, batch, length = (2, 64, 4, 64) if arguments.quick else (12, 256, 2, 128)
 
     def make_model() -> torch.nn.Module:
         config = GPT2Config(
