@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
+from typing import Any
 
 import torch
 import transformers
@@ -111,7 +112,7 @@ def _start(
     if budget is None:
         return Run(model, optimizer, cycle(batches))
     start = time.perf_counter()
-    planned = optimize_checkpoints(
+    planned: Any = optimize_checkpoints(
         model, f"{budget}B", (), batches[0], optimizer=optimizer, protocol=PROTOCOL
     )
     planning_s = time.perf_counter() - start
