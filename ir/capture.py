@@ -366,7 +366,8 @@ def _capture(
     dynamic: Dynamic | None,
     route: Route,
 ) -> Capture:
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with functorch_config.patch(fake_tensor_propagate_real_tensors=route is Route.REAL):
+        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     state = _fake_state(module, mode)
     names = argument_names(forward, pattern, len(tensors))
     fakes, symbols = fake_tensors(mode, tensors, names, dynamic, real=route is Route.REAL)
@@ -374,9 +375,6 @@ def _capture(
     functional.gradient_outputs = gradient_outputs
     functional.train()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            functorch_config.patch(fake_tensor_propagate_real_tensors=route is Route.REAL)
-        )
         # Without this, graph clean-up drops random ops whose results are unused, and shifts the stream.
         stack.enter_context(inductor_config.patch(fallback_random=True))
         stack.enter_context(tracing(TracingContext(mode)))

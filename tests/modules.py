@@ -134,12 +134,13 @@ class Stack(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(12, WIDTH) if embed else None
         self.layers = nn.ModuleList(LAYERS[i]() for i in layers)
-        self.order = [*range(len(layers)), *(i % len(layers) for i in again)]
+        # Backward needs what a counter's second call would change, which eager refuses.
+        self.order = list(range(len(layers)))
+        self.order += [i for i in again if not isinstance(self.layers[i], Counter)]
         self.head = nn.Linear(WIDTH, 12, bias=False)
         if self.embedding is not None:
             self.head.weight = self.embedding.weight
         self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=not frozen)
-        self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         h = self.embedding(x) if self.embedding is not None else x
