@@ -144,7 +144,7 @@ class Remat:
         with self._original_runs(), progress() as report:
             planned = make_plan(request, report, known.planned.prepared if known else None)
         captured = planned.prepared.capture
-        guard = make_guard(model, call, captured.parameters, captured.buffers)
+        guard = make_guard(model, call, captured, planned.prepared.updates_arguments())
         entry = _Entry(guard, planned, rebuilder(captured.output_pattern))
         self._entries[resident] = self._current = entry
         self.stats.plans += 1

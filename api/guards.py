@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.ir import UnsupportedGraphError
+from remat.ir.capture import Capture
 from remat.ir.structure import take_tensors
 
 _DEVICES = ("cpu", "cuda")
@@ -106,6 +108,8 @@ class Guard:
     hooked: tuple[tuple[Mapping[int, Any], int], ...]
     """Hooks of submodules and their number, where there are some."""
     autocast: tuple[Any, ...]
+    updates: bool
+    """The step updates an argument in place."""
 
     def why_not(self, tensors: list[torch.Tensor], pattern: object) -> str:
         """Why a call is outside the guard; empty if it is inside."""
@@ -116,6 +120,8 @@ class Guard:
                 return (
                     f"tensor argument {i} is {_text(_of(tensor))}, planned for {_text(expected)}"
                 )
+        if self.updates and _share_memory(tensors):
+            return SHARED
         if tuple([module["training"] for module in self.modules]) != self.modes:
             return "a submodule is in another mode (train or eval)"
         if any(self.quiet) or any(len(held) != count for held, count in self.hooked):
@@ -155,18 +161,29 @@ class Guard:
         return any([tensor.grad is not None for tensor in self.trained()])
 
 
-def make_guard(
-    module: nn.Module, call: Call, parameters: tuple[str, ...], buffers: tuple[str, ...]
-) -> Guard:
+SHARED = "arguments share memory, and the step updates an argument in place"
+
+
+def _share_memory(tensors: list[torch.Tensor]) -> bool:
+    return len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors)
+
+
+def make_guard(module: nn.Module, call: Call, captured: Capture, updates: bool) -> Guard:
     """The guard of a plan that is made now, for this call.
 
     Args:
         module: the drop-in.
         call: its normalised arguments.
-        parameters: names of the graph's parameter inputs.
-        buffers: names of its buffer inputs.
+        captured: what the plan was made of.
+        updates: the step updates an argument in place.
+
+    Raises:
+        UnsupportedGraphError: it does, and the arguments share memory.
     """
     tensors, pattern = take_tensors(call)
+    if updates and _share_memory(tensors):
+        raise UnsupportedGraphError(f"{SHARED}, so the others change too. Pass copies instead.")
+    parameters, buffers = captured.parameters, captured.buffers
     places = [_place(module, name, "_parameters") for name in parameters]
     places += [_place(module, name, "_buffers") for name in buffers]
     state = [holder[key] for holder, key in places]
@@ -185,6 +202,7 @@ def make_guard(
         quiet=tuple(held for held in hooks if not held),
         hooked=tuple((held, len(held)) for held in hooks if held),
         autocast=_autocast(),
+        updates=updates,
     )
 
 

@@ -42,6 +42,7 @@ from remat.solvers import BoundClass, Limits, Problem, Solution, Status, least_p
 
 from .infeasible import infeasible_error
 from .optimizers import Assumed
+from .outstanding import OTHERS, left_bytes, solve_reserved
 from .program import Program, make_program
 
 
@@ -139,36 +140,49 @@ def make_plan(
     )
     clock.begin("eager trace")
     around = surroundings(request)
+    asked, request = request, _with_accumulation(request)
     eager = _eager(request, around)
-    baseline = profile(eager).peak
+    others = request.protocol.forwards_outstanding - 1
+    baseline = profile(eager).peak + others * left_bytes(eager)
     clock.begin("capture")
     times = op_times(prepared, request.cost_model)
     clock.begin("least peak")
     problem, index = _formulate(request, prepared, around, times)
     least = least_peak(problem, replace(request.limits, time_s=request.limits.time_s / 3))
 
-    def emitted(schedule: Sequence[int]) -> Emitted:
+    def emitted(schedule: Sequence[int], others: int = 0) -> Emitted:
+        blocks = [*around.blocks]
+        if others:
+            left = others * left_bytes(emitted(schedule).trace)
+            blocks.append(Block(OTHERS, Role.ACTIVATION, sympy.Integer(left), -1, 0))
         return emit_schedule(
-            prepared,
-            index,
-            schedule,
-            request.protocol,
-            extra=around.blocks,
-            optimizer=around.optimizer,
+            prepared, index, schedule, request.protocol, extra=blocks, optimizer=around.optimizer
         )
 
-    least_bytes = min(baseline, max(least.peak, _optimizer_peak(prepared, request, around)))
-    figures = _Figures(request, prepared, around, baseline, least_bytes, sum(times))
+    least_peak_bytes = max(least.peak, _optimizer_peak(prepared, request, around))
+    if others:
+        least_peak_bytes = profile(emitted(least.schedule, others).trace).peak
+    least_bytes = min(baseline, least_peak_bytes)
+    figures = _Figures(asked, prepared, around, baseline, least_bytes, sum(times))
     if request.budget >= baseline:
         clock.begin("")
         plan = _plan(figures, None, None)
         return Planned(plan, None, None, prepared, None, eager, clock.seconds)
     if request.budget < least_bytes:
-        raise infeasible_error(request.budget, least_bytes, emitted(least.schedule).trace)
+        raise infeasible_error(request.budget, least_bytes, emitted(least.schedule, others).trace)
     clock.begin("solve")
-    solution = solve_windows(problem, request.limits, start=least.schedule)
+
+    def solve(budget: int) -> Solution:
+        capped = replace(problem, budget=budget)
+        return solve_windows(capped, request.limits, start=least.schedule)
+
+    def left(solution: Solution) -> int:
+        return others * left_bytes(emitted(solution.schedule).trace)
+
+    budget = request.budget
+    solution = solve_reserved(solve, left, least, budget) if others else solve(budget)
     clock.begin("rewrite")
-    best = emitted(solution.schedule)
+    best = emitted(solution.schedule, others)
     plan = _plan(figures, solution, best)
     if plan.peak_bytes > request.budget:
         raise SolverError(
@@ -190,6 +204,13 @@ def _optimizer_peak(prepared: Prepared, request: Request, around: Surroundings) 
     return max(found.bytes[len(graph.ops) :], default=0)
 
 
+def _with_accumulation(request: Request) -> Request:
+    """With several forwards outstanding, one backward finds the gradients of another."""
+    protocol = request.protocol
+    resident = protocol.gradients_resident or protocol.forwards_outstanding > 1
+    return replace(request, protocol=replace(protocol, gradients_resident=resident))
+
+
 def surroundings(request: Request) -> Surroundings:
     """What the step finds on the device beside parameters, buffers and arguments."""
     protocol = request.protocol
@@ -205,9 +226,15 @@ def surroundings(request: Request) -> Surroundings:
         blocks += [block for block in trace.blocks if block.role is Role.OPTIMIZER_STATE]
     if protocol.other_bytes:
         blocks.append(Block("other", Role.BUFFER, sympy.Integer(protocol.other_bytes), -1, 0))
-    if protocol.gradients_resident:
+    several = protocol.forwards_outstanding > 1
+    if protocol.gradients_resident or several:
         blocks += [
             Block(f"{name}.grad", Role.GRADIENT, sympy.Integer(p.nbytes), -1, 0)
+            for name, p in trained
+        ]
+    if protocol.gradients_resident and several:  # one backward through all of them adds up first
+        blocks += [
+            Block(f"{name}, to be added", Role.TEMPORARY, sympy.Integer(p.nbytes), -1, 0)
             for name, p in trained
         ]
     return Surroundings(tuple(blocks), trace)

@@ -67,7 +67,7 @@ def _views_of_primals(parts: Parts) -> dict[str, int]:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """What two tensors that share memory have in common."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _tangents_behind(parts: Parts) -> dict[str, frozenset[int]]:

@@ -10,7 +10,6 @@ from torch._C._autograd import (
 )
 from torch._dynamo.source import ConstantSource
 from torch._export.utils import _compiling_state_context as compiling_state
-from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
@@ -45,7 +44,6 @@ __all__ = [
     "TracingContext",
     "aot_export_joint_with_descriptors",
     "compiling_state",
-    "functorch_config",
     "inductor_config",
     "keeps_graph",
     "no_dispatch",

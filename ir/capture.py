@@ -7,15 +7,13 @@ gradient is summed in the order in which autograd sums it.
 Which outputs receive a gradient is fixed at capture: those that `gradient_outputs` names; by default the
 0-dimensional ones if there are any (a loss), else all that require one.
 
-Routes, in this order; the first that succeeds is taken and named:
-    DIRECT    trace as is.
-    REAL      trace with real values carried along, so that data-dependent branches are taken as the
-              example takes them. Only with real example tensors, only if no size stays unknown.
+There is one route, DIRECT. (A trace that carries real values along would take the branches and bake in the
+numbers that the example has, and be silently wrong for other data.)
 
 Not handled, refused with `UnsupportedGraphError`: recurrent layers (torch 2.13 loses the dropout
 between their layers when it captures them), outputs with a gradient that share memory with inputs or
 with each other, control flow that depends on data, tensor subclasses, forwards that change Python state
-(see `ir.untouched`), inputs that backward changes. Symbolic sizes are taken on the DIRECT route only.
+(see `ir.untouched`), inputs that backward changes.
 """
 
 import contextlib
@@ -37,7 +35,6 @@ from ._torch import (
     TracingContext,
     aot_export_joint_with_descriptors,
     compiling_state,
-    functorch_config,
     inductor_config,
     reparametrize,
     tracing,
@@ -60,7 +57,6 @@ class Route(StrEnum):
     """How a graph was captured."""
 
     DIRECT = "direct"
-    REAL = "real values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +172,7 @@ class _Functional(nn.Module):
         self.names = tensors.names
         self.pattern = pattern
         self.gradient_outputs: str | tuple[int, ...] = "auto"
+        self.cache_casts = torch.is_autocast_cache_enabled()
         self.output: tuple[object, tuple[bool, ...], tuple[int, ...]] | None = None
 
     def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
@@ -185,7 +182,7 @@ class _Functional(nn.Module):
             for name, (kind, i) in self.names.items()
         }
         args, kwargs = put_tensors(self.pattern, arguments)
-        with reparametrize(module, swapped):
+        with reparametrize(module, swapped), _cached_casts(self.cache_casts):
             output = forward(*args, **kwargs)
             _take_replaced(module, swapped)
         tensors, pattern = take_tensors(output)
@@ -193,6 +190,21 @@ class _Functional(nn.Module):
         chosen = choose_gradient_outputs(tensors, self.gradient_outputs)
         self.output = (pattern, requires_grad, chosen)
         return [t if i in chosen else t.detach() for i, t in enumerate(tensors)]
+
+
+@contextlib.contextmanager
+def _cached_casts(enabled: bool) -> Iterator[None]:
+    """Let autocast cast a parameter once, as in eager: so its gradients are summed before they are cast.
+
+    Tracing switches the cache off, because it would keep traced tensors: it is emptied afterwards.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 def _take_replaced(module: nn.Module, swapped: Mapping[str, torch.Tensor]) -> None:
@@ -293,19 +305,23 @@ def _untouched(module: nn.Module) -> Iterator[None]:
         UnsupportedGraphError: the forward changed some, which a planned step would not repeat.
     """
     state = python_state(module)
-    changed: list[str] = []
+    error: Exception | None = None
     with torch.random.fork_rng(devices=[]):
         try:
             yield
+        except Exception as raised:
+            error = raised
         finally:
             changed = put_back(state)
-    if changed:
+    if changed:  # the better explanation if the trace failed, since it runs the forward twice
         raise UnsupportedGraphError(
             f"the forward changes {', '.join(changed)}. A planned step does not repeat what the forward "
             "does to Python objects. Register what it sets as a buffer and update that in place, return "
             "what the training loop reads, draw from torch's generator; or, if it is a cache, run one "
             "forward before optimize_checkpoints."
-        )
+        ) from error
+    if error is not None:
+        raise error
 
 
 def capture(
@@ -332,29 +348,15 @@ def capture(
     """
     check_module(module)
     tensors, pattern = take_tensors((args, dict(kwargs or {})))
-    real = not any(is_fake(t) for t in tensors)
-    routes = [Route.DIRECT] + ([Route.REAL] if real and not dynamic else [])
-    first: Exception | None = None
-    for route in routes:
-        try:
-            with _untouched(module):
-                return _capture(
-                    module,
-                    forward or module.forward,
-                    tensors,
-                    pattern,
-                    gradient_outputs,
-                    dynamic,
-                    route,
-                )
-        except UnsupportedGraphError:
-            raise
-        except (
-            Exception
-        ) as error:  # torch raises dozens of types here; the first is the telling one
-            first = first or error
-    assert first is not None
-    raise _explain(first) from first
+    try:
+        with _untouched(module):
+            return _capture(
+                module, forward or module.forward, tensors, pattern, gradient_outputs, dynamic
+            )
+    except UnsupportedGraphError:
+        raise
+    except Exception as error:  # torch raises dozens of types here
+        raise _explain(error) from error
 
 
 def _capture(
@@ -364,13 +366,11 @@ def _capture(
     pattern: object,
     gradient_outputs: str | tuple[int, ...],
     dynamic: Dynamic | None,
-    route: Route,
 ) -> Capture:
-    with functorch_config.patch(fake_tensor_propagate_real_tensors=route is Route.REAL):
-        mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     state = _fake_state(module, mode)
     names = argument_names(forward, pattern, len(tensors))
-    fakes, symbols = fake_tensors(mode, tensors, names, dynamic, real=route is Route.REAL)
+    fakes, symbols = fake_tensors(mode, tensors, names, dynamic)
     functional = _Functional(module, forward, state, pattern)
     functional.gradient_outputs = gradient_outputs
     functional.train()
@@ -400,7 +400,7 @@ def _capture(
         requires_grad=requires_grad,
         gradient_outputs=chosen,
         symbols=symbols,
-        route=route,
+        route=Route.DIRECT,
     )
     _refuse_unknown_sizes(result.joint)
     _refuse_late_updates(result)

@@ -25,8 +25,6 @@ def fake_tensors(
     tensors: Sequence[torch.Tensor],
     names: Sequence[str] = (),
     dynamic: Dynamic | None = None,
-    *,
-    real: bool = False,
 ) -> tuple[list[torch.Tensor], dict[str, str]]:
     """Fakes of `tensors` in `mode`, and the user's name of each symbol made for them.
 
@@ -35,7 +33,6 @@ def fake_tensors(
         tensors: real, fake or meta tensors.
         names: argument name of each tensor; needed for `dynamic`.
         dynamic: which sizes become symbols.
-        real: let the fakes carry their real values along.
     """
     fakes: list[torch.Tensor] = []
     symbols: dict[str, torch.SymInt] = {}
@@ -49,8 +46,6 @@ def fake_tensors(
                     torch._check(size == symbols[name])  # type: ignore[no-untyped-call]
                 elif isinstance(size, torch.SymInt):
                     symbols[name] = size
-        elif real:
-            fake = mode.from_tensor(tensor.detach(), static_shapes=True)
         else:
             fake = _static(mode, tensor)
         fakes.append(fake.requires_grad_(tensor.requires_grad))

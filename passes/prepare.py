@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from remat.ir import Graph, verify
+from remat.ir import Graph, OutputKind, verify
 from remat.ir._torch import DisableAutocast
 from remat.ir.canonical import canonicalize, is_backward
 from remat.ir.capture import Capture, capture, is_fake
@@ -38,6 +38,16 @@ class Prepared:
     unmeasured: tuple[str, ...]
     """Ops whose scratch is not known."""
     device: torch.device
+
+    def updates_arguments(self) -> bool:
+        """The step updates a tensor argument in place."""
+        state = len(self.capture.parameters) + len(self.capture.buffers)
+        inputs = [node.name for node in self.capture.joint.graph.nodes if node.op == "placeholder"]
+        arguments = inputs[state : state + self.capture.arguments]
+        return any(
+            kind is OutputKind.MUTATION and target in arguments
+            for kind, target in self.signature.outputs
+        )
 
 
 def prepare_step(

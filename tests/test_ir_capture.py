@@ -1,5 +1,6 @@
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -105,18 +106,25 @@ def test_symbolic_sizes_carry_the_names_of_the_user() -> None:
     assert activation.size == 16 * batch
 
 
-def test_control_flow_that_depends_on_data_takes_the_route_with_values_or_names_the_line() -> None:
+def test_control_flow_that_depends_on_data_is_refused_and_the_line_named() -> None:
     class Branch(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
             return y.sin() if x.sum() > 0 else y.cos()
 
-    captured = capture(Branch(2, 2), (torch.ones(1, 2),))
-    assert captured.route is Route.REAL
-    targets = [node.target for node in captured.joint.graph.nodes]
-    assert torch.ops.aten.sin.default in targets
-    with pytest.raises(UnsupportedGraphError, match=r"if x\.sum\(\) > 0"):
-        capture(Branch(2, 2), (torch.ones(1, 2, device="meta"),))
+    for device in ("cpu", "meta"):
+        with pytest.raises(UnsupportedGraphError, match=r"if x\.sum\(\) > 0"):
+            capture(Branch(2, 2), (torch.ones(1, 2, device=device),))
+
+
+@pytest.mark.parametrize("number", [float, int, bool])
+def test_a_number_that_is_read_from_data_is_refused(number: Callable[[Tensor], float]) -> None:
+    class Scale(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * number(x.sum())
+
+    with pytest.raises(UnsupportedGraphError, match=r"number\(x\.sum\(\)\)"):
+        capture(Scale(2, 2), (torch.ones(1, 2),))
 
 
 def test_recurrent_layers_are_refused_by_name() -> None:
