@@ -22,7 +22,8 @@ from remat.ir.structure import rebuilder, take_tensors
 from remat.passes import Plan
 
 from .explain import explain
-from .guards import Call, Guard, make_guard, normalize, traced_hooks
+from .guards import Call, Guard, make_guard, normalize
+from .module_state import traced_hooks
 from .optimizers import find_optimizer, traits, watch_optimizers
 from .options import Options
 from .planner import Planned, Request, make_plan
@@ -120,9 +121,7 @@ class Remat:
             resident: gradients exist when the forward begins.
         """
         known = next(iter(self._entries.values()), None)
-        if self._stepped is not None:
-            self._entries.clear()
-        asked, self._stepped = self._stepped or self.options.optimizer, None
+        asked = self._stepped or self.options.optimizer
         request = Request(
             module=model,
             forward=forward,
@@ -146,6 +145,9 @@ class Remat:
         captured = planned.prepared.capture
         guard = make_guard(model, call, captured, planned.prepared.updates_arguments())
         entry = _Entry(guard, planned, rebuilder(captured.output_pattern))
+        if self._stepped is not None:  # only now: a plan that failed is asked for again
+            self._stepped = None
+            self._entries.clear()
         self._entries[resident] = self._current = entry
         self.stats.plans += 1
         if self.options.optimizer == "auto":
@@ -200,7 +202,6 @@ class Remat:
         self._check_outstanding(entry)
         if entry.planned.program is None:
             return forward(*args, **kwargs)
-        self._outstanding += 1
         primals = entry.guard.primals(tensors)
         return entry.rebuild(run(entry.planned.program, primals, _Frames(weakref.ref(self))))
 
@@ -249,6 +250,10 @@ class _Frames:
     """What a drop-in hears of its forwards; does not keep it alive."""
 
     remat: "weakref.ref[Remat]"
+
+    def begun(self) -> None:
+        if (remat := self.remat()) is not None:
+            remat._outstanding += 1
 
     def done(self) -> None:
         if (remat := self.remat()) is not None:

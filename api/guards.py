@@ -2,9 +2,9 @@
 
 A plan holds for: the same arguments (sizes, strides, types, device, need of a gradient; equal values of
 what is no tensor), the same parameters and buffers (type, device, sizes, strides, need of a gradient),
-every submodule in the same mode and with as many hooks, the same autocast state. The check runs at
-every call, so it only compares what was looked up once, and looks at parameters closely only when the
-address of one has changed.
+the same state of all modules (see `module_state`), the same autocast state. The check runs at every call,
+so it only compares what was looked up once, and looks at parameters closely only when the address of one
+has changed.
 
 Not noticed: a parameter or buffer whose data is replaced by another view of the same memory.
 """
@@ -21,9 +21,10 @@ from remat.ir import UnsupportedGraphError
 from remat.ir.capture import Capture
 from remat.ir.structure import take_tensors
 
+from .module_state import ModuleState, module_state
+
 _DEVICES = ("cpu", "cuda")
 _PLAIN = (bool, int, float, str)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -39,8 +40,12 @@ def normalize(
     except TypeError:
         return None
     given, parameters = bound.arguments, signature.parameters
-    for name in [n for n, value in given.items() if _is(value, parameters[n].default)]:
-        del given[name]
+    if any(p.kind is p.VAR_POSITIONAL and given.get(n) for n, p in parameters.items()):
+        return bound.args, bound.kwargs  # what stands before *args cannot be left out
+    for name, value in list(given.items()):
+        parameter = parameters[name]
+        if parameter.kind is not parameter.POSITIONAL_ONLY and _is(value, parameter.default):
+            del given[name]
     return bound.args, bound.kwargs
 
 
@@ -100,13 +105,8 @@ class Guard:
     """Whether each of them requires a gradient."""
     addresses: list[int]
     """Of each of them, when it was last looked at closely."""
-    modules: tuple[Mapping[str, Any], ...]
-    """Attributes of every module."""
-    modes: tuple[bool, ...]
-    quiet: tuple[Mapping[int, Any], ...]
-    """Hooks of submodules, where there are none; the root's are none of the plan's business."""
-    hooked: tuple[tuple[Mapping[int, Any], int], ...]
-    """Hooks of submodules and their number, where there are some."""
+    state: ModuleState
+    """What the modules hold in Python."""
     autocast: tuple[Any, ...]
     updates: bool
     """The step updates an argument in place."""
@@ -122,10 +122,8 @@ class Guard:
                 )
         if self.updates and _share_memory(tensors):
             return SHARED
-        if tuple([module["training"] for module in self.modules]) != self.modes:
-            return "a submodule is in another mode (train or eval)"
-        if any(self.quiet) or any(len(held) != count for held, count in self.hooked):
-            return "hooks of a submodule have been added or removed"
+        if change := self.state.change():
+            return change
         if _autocast() != self.autocast:
             return "autocast is on or off, unlike when it was planned"
         state: list[Any] = [holder.get(key) for holder, key in self.places]
@@ -187,8 +185,6 @@ def make_guard(module: nn.Module, call: Call, captured: Capture, updates: bool) 
     places = [_place(module, name, "_parameters") for name in parameters]
     places += [_place(module, name, "_buffers") for name in buffers]
     state = [holder[key] for holder, key in places]
-    children = [child for child in module.modules() if child is not module]
-    hooks = [vars(child)[kind] for child in children for kind in _HOOKS]
     return Guard(
         pattern=pattern,
         arguments=tuple(map(_of, tensors)),
@@ -197,10 +193,7 @@ def make_guard(module: nn.Module, call: Call, captured: Capture, updates: bool) 
         were=tuple(map(_of, state)),
         needs=tuple(tensor.requires_grad for tensor in state),
         addresses=[-1] * len(state),
-        modules=tuple(map(vars, module.modules())),
-        modes=tuple(child.training for child in module.modules()),
-        quiet=tuple(held for held in hooks if not held),
-        hooked=tuple((held, len(held)) for held in hooks if held),
+        state=module_state(module),
         autocast=_autocast(),
         updates=updates,
     )
@@ -209,17 +202,3 @@ def make_guard(module: nn.Module, call: Call, captured: Capture, updates: bool) 
 def _place(module: nn.Module, name: str, kind: str) -> tuple[Mapping[str, Any], str]:
     path, _, key = name.rpartition(".")
     return vars(module.get_submodule(path))[kind], key
-
-
-def traced_hooks(model: nn.Module) -> list[str]:
-    """Names of submodules with hooks, beyond those that torch's own `spectral_norm` and the like add."""
-    return [
-        name
-        for name, child in model.named_modules()
-        if name
-        and any(
-            not type(hook).__module__.startswith("torch.nn.utils")
-            for kind in _HOOKS
-            for hook in vars(child)[kind].values()
-        )
-    ]

@@ -59,9 +59,18 @@ def optimize_checkpoints(
 
     Raises:
         InfeasibleBudgetError: no plan fits; says what would.
-        UnsupportedGraphError: the model cannot be captured; says where and what to do.
+        UnsupportedGraphError: the model cannot be captured, or does what a planned step would not repeat;
+            says where and what to do.
         ValueError: a budget or option that cannot be read.
-        TypeError: likewise.
+        TypeError: the budget is neither number nor string, the model is no module, or the example
+            arguments do not fit its forward.
+
+    Whatever is raised, the model, its buffers, gradients and the random state are as before. Without
+    example arguments the first two are raised by the first training call. Training may raise, besides
+    what eager raises:
+        InfeasibleBudgetError: the loop has turned out to need more than was planned for (gradients that
+            are accumulated, another optimizer), and no plan fits.
+        GuardError: an output receives a gradient that the plan was not made for.
     """
     limits = Limits(time_limit_s, gap)
     options = Options(

@@ -142,6 +142,7 @@ def make_plan(
     around = surroundings(request)
     asked, request = request, _with_accumulation(request)
     eager = _eager(request, around)
+    around = replace(around, blocks=(*around.blocks, *prepared.targets))
     others = request.protocol.forwards_outstanding - 1
     baseline = profile(eager).peak + others * left_bytes(eager)
     clock.begin("capture")
@@ -163,7 +164,8 @@ def make_plan(
     if others:
         least_peak_bytes = profile(emitted(least.schedule, others).trace).peak
     least_bytes = min(baseline, least_peak_bytes)
-    figures = _Figures(asked, prepared, around, baseline, least_bytes, sum(times))
+    beforehand = profile(eager).resident
+    figures = _Figures(asked, prepared, around, baseline, beforehand, least_bytes, sum(times))
     if request.budget >= baseline:
         clock.begin("")
         plan = _plan(figures, None, None)
@@ -286,6 +288,8 @@ class _Figures:
     prepared: Prepared
     around: Surroundings
     baseline: int
+    beforehand: int
+    """Bytes on the device before the step, if eager runs it: constants of the graph are not there."""
     least: int
     step_time_ns: int
 
@@ -306,7 +310,7 @@ def _plan(figures: _Figures, solution: Solution | None, emitted: Emitted | None)
         route=prepared.capture.route,
         budget_bytes=request.budget,
         peak_bytes=profile(emitted.trace).peak if emitted else figures.baseline,
-        resident_bytes=resident,
+        resident_bytes=resident if emitted else figures.beforehand,
         baseline_peak_bytes=figures.baseline,
         least_peak_bytes=figures.least,
         step_time_ns=figures.step_time_ns,

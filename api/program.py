@@ -62,7 +62,16 @@ def _views_of_primals(parts: Parts) -> dict[str, int]:
     of = [values[name] for name in parts.primals]
     owner = {storage_of(t): i for i, t in enumerate(of) if isinstance(t, torch.Tensor)}
     found = {name: owner.get(storage_of(values[name]), -1) for name in parts.saved}
-    return {name: i for name, i in found.items() if i >= 0 and values[name].dtype == of[i].dtype}
+    return {name: i for name, i in found.items() if i >= 0 and same_kind(values[name], of[i])}
+
+
+def same_kind(view: torch.Tensor, base: torch.Tensor) -> bool:
+    """`view` differs from `base` in size, strides and offset only."""
+    return (
+        view.dtype == base.dtype
+        and view.is_conj() == base.is_conj()
+        and view.is_neg() == base.is_neg()
+    )
 
 
 def storage_of(tensor: torch.Tensor) -> int:

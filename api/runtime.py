@@ -23,10 +23,10 @@ from typing import Any, Protocol
 import torch
 
 from remat.ir import GuardError
-from remat.ir._torch import DisableAutocast, keeps_graph
+from remat.ir._torch import DisableAutocast, keeps_graph, queue_callback
 from remat.passes import Stage
 
-from .program import Program, storage_of
+from .program import Program, same_kind, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,29 @@ class _View:
 
     of: int
     """Position of that tensor, among the tracked outputs or the primals."""
+    layout: tuple[int, ...]
+    """Strides of that tensor."""
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    """Elements from the first one of that tensor to the first one of the view."""
 
     def again(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The saved value."""
-        return tensor.detach().as_strided(self.size, self.stride, self.offset)
+        """The saved value. A saved-tensor hook may have put the tensor elsewhere, in other strides."""
+        base = tensor.detach()
+        if base.stride() != self.layout:
+            base = torch.empty_strided(
+                base.shape, self.layout, dtype=base.dtype, device=base.device
+            ).copy_(base)
+        offset = int(base.storage_offset()) + self.offset
+        return base.as_strided(self.size, self.stride, offset)
 
 
 class Listener(Protocol):
     """Whoever runs the program, and wants to know."""
+
+    def begun(self) -> None:
+        """A forward has run whose backward may come; called once for each forward."""
 
     def done(self) -> None:
         """A backward has run, or can run no more; called once for each forward."""
@@ -74,6 +86,7 @@ class Frame:
 
     def finish(self) -> None:
         """The forward is no longer outstanding."""
+        self.env = {}
         if not self.done:
             self.done = True
             self.listener.done()
@@ -91,7 +104,7 @@ def run(
     Args:
         program: the planned step.
         primals: parameters, buffers and arguments, in the order of the graph's inputs.
-        listener: hears when the forward is no longer outstanding.
+        listener: hears when the forward becomes outstanding, and when it no longer is.
     """
     parts = program.parts
     with torch.no_grad(), DisableAutocast():
@@ -106,10 +119,17 @@ def run(
     tracked = [i for i, grad in enumerate(program.results) if grad]
     outputs = [_own(results[i]) for i in tracked]
     frame = Frame(program, listener)
-    frame.of_primals = {name: _view(i, saved.pop(name)) for name, i in program.view_of.items()}
+    listener.begun()
+    frame.of_primals = {
+        name: _view(i, primals[i], saved.pop(name)) for name, i in program.view_of.items()
+    }
     shared = {storage_of(t): i for i, t in reversed(list(enumerate(outputs)))}
     of_output = {name: shared.get(storage_of(value), -1) for name, value in saved.items()}
-    frame.of_outputs = {n: _view(i, saved.pop(n)) for n, i in of_output.items() if i >= 0}
+    frame.of_outputs = {
+        name: _view(i, outputs[i], saved.pop(name))
+        for name, i in of_output.items()
+        if i >= 0 and same_kind(saved[name], outputs[i])
+    }
     frame.saved = list(saved)
     token: torch.Tensor | None = None
     for number in reversed(range(len(parts.stages))):
@@ -136,13 +156,14 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _view(of: int, tensor: torch.Tensor) -> _View:
+def _view(of: int, base: torch.Tensor, tensor: torch.Tensor) -> _View:
     """How to make a saved value again.
 
     What shares memory with an output or a primal is made again from that, which autograd saves: so a
     change of it is noticed, and no saved value keeps an output, its history and thereby itself alive.
     """
-    return _View(of, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    offset = int(tensor.storage_offset()) - int(base.storage_offset())
+    return _View(of, base.stride(), tensor.shape, tensor.stride(), offset)
 
 
 class _Entry(torch.autograd.Function):
@@ -166,6 +187,8 @@ class _Entry(torch.autograd.Function):
         frame.keep = keeps_graph()
         tensors = ctx.saved_tensors
         _check_dropped(frame)
+        # However much of backward is asked for, nothing is left over when it ends.
+        queue_callback(frame.finish if not frame.keep else frame.env.clear)
         count = len(frame.saved)
         shared = dict(zip(ctx.shared, tensors[count:], strict=True))
         frame.env = dict(zip(frame.saved, tensors[:count], strict=True))
@@ -235,10 +258,6 @@ class _Stage(torch.autograd.Function):
             if frame.missing and depends[target] <= frame.missing:
                 made[i] = None
         last = ctx.number == len(parts.stages) - 1
-        if last:
-            frame.env = {}
-            if not frame.keep:
-                frame.finish()
         return (None, None, None, None if last else token, *made)
 
 

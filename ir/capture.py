@@ -19,7 +19,7 @@ with each other, control flow that depends on data, tensor subclasses, forwards 
 import contextlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -45,12 +45,20 @@ from .fake import Dynamic, fake_tensors
 from .graph import OutputKind
 from .lift import Signature
 from .origin import record_origins
+from .refusals import refuse_hidden_tensors, refuse_returned_inputs, refuse_shared_updates
 from .structure import Hole, put_tensors, take_tensors
 from .trace import Role
 from .untouched import put_back, python_state
 
 _OURS = str(Path(__file__).parent)
 _COPIES = "Return copies instead."
+_DATA_ERRORS = {
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "GuardOnDataDependentSymNode",
+    "PendingUnbackedSymbolNotFound",
+    "UnsupportedFakeTensorException",
+}
 
 
 class Route(StrEnum):
@@ -172,7 +180,6 @@ class _Functional(nn.Module):
         self.names = tensors.names
         self.pattern = pattern
         self.gradient_outputs: str | tuple[int, ...] = "auto"
-        self.cache_casts = torch.is_autocast_cache_enabled()
         self.output: tuple[object, tuple[bool, ...], tuple[int, ...]] | None = None
 
     def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
@@ -182,7 +189,7 @@ class _Functional(nn.Module):
             for name, (kind, i) in self.names.items()
         }
         args, kwargs = put_tensors(self.pattern, arguments)
-        with reparametrize(module, swapped), _cached_casts(self.cache_casts):
+        with reparametrize(module, swapped):
             output = forward(*args, **kwargs)
             _take_replaced(module, swapped)
         tensors, pattern = take_tensors(output)
@@ -190,21 +197,6 @@ class _Functional(nn.Module):
         chosen = choose_gradient_outputs(tensors, self.gradient_outputs)
         self.output = (pattern, requires_grad, chosen)
         return [t if i in chosen else t.detach() for i, t in enumerate(tensors)]
-
-
-@contextlib.contextmanager
-def _cached_casts(enabled: bool) -> Iterator[None]:
-    """Let autocast cast a parameter once, as in eager: so its gradients are summed before they are cast.
-
-    Tracing switches the cache off, because it would keep traced tensors: it is emptied afterwards.
-    """
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(enabled)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-        torch.clear_autocast_cache()
 
 
 def _take_replaced(module: nn.Module, swapped: Mapping[str, torch.Tensor]) -> None:
@@ -348,6 +340,7 @@ def capture(
     """
     check_module(module)
     tensors, pattern = take_tensors((args, dict(kwargs or {})))
+    refuse_hidden_tensors(pattern, "arguments")
     try:
         with _untouched(module):
             return _capture(
@@ -385,6 +378,7 @@ def _capture(
         descriptors = aot_export_joint_with_descriptors(stack, functional, tuple(fakes), {})
     assert functional.output is not None
     output_pattern, requires_grad, chosen = functional.output
+    refuse_hidden_tensors(output_pattern, "output")
     if not chosen:
         raise UnsupportedGraphError(
             "no output of the model requires a gradient, so there is no training step to plan. "
@@ -404,7 +398,24 @@ def _capture(
     )
     _refuse_unknown_sizes(result.joint)
     _refuse_late_updates(result)
+    _refuse_repeated_casts(result, [p.requires_grad for p in state.parameters])
+    _refuse_aliases(result, module, tensors)
     return result
+
+
+def _refuse_aliases(
+    captured: Capture, module: nn.Module, arguments: Sequence[torch.Tensor]
+) -> None:
+    """Refuse updates of shared memory, and results that are inputs with a gradient."""
+    parameters, buffers = named_tensors(module)
+    inputs = [*parameters.values(), *buffers.values(), *arguments]
+    names = [*captured.parameters, *captured.buffers]
+    names += [f"tensor argument {i}" for i in range(len(arguments))]
+    _, mutated, _ = captured.signature()
+    placeholders = [node for node in captured.joint.graph.nodes if node.op == "placeholder"]
+    refuse_shared_updates([placeholders.index(node) for node in mutated], names, inputs)
+    trained = [tensor.requires_grad for tensor in inputs]
+    refuse_returned_inputs(captured.joint, names, trained, captured.results())
 
 
 def argument_names(forward: Callable[..., Any], pattern: Any, count: int) -> list[str]:
@@ -445,6 +456,31 @@ def _refuse_late_updates(captured: Capture) -> None:
                 )
 
 
+def _refuse_repeated_casts(captured: Capture, trained: list[bool]) -> None:
+    """Refuse parameters that autocast casts more than once.
+
+    Eager caches the first cast, so gradients are summed before they are cast back; the trace has no
+    cache, sums them after, and rounds differently.
+    """
+    if not torch.is_autocast_cache_enabled():
+        return
+    inputs = [node for node in captured.joint.graph.nodes if node.op == "placeholder"]
+    for node, name, train in zip(inputs, captured.parameters, trained, strict=False):
+        casts = [
+            user
+            for user in node.users
+            if user.target is torch.ops.aten._to_copy.default
+            and user.meta["val"].dtype in (torch.bfloat16, torch.float16)
+            and user.meta.get("partitioner_tag") not in ("is_backward", "must_be_in_backward")
+        ]
+        if len(casts) > 1 and train:
+            raise UnsupportedGraphError(
+                f"autocast casts {name} {len(casts)} times. Eager keeps the first cast and sums the "
+                "gradients before it casts them back, which a plan does not. Use "
+                "torch.autocast(..., cache_enabled=False), with or without remat."
+            )
+
+
 def _explain(error: Exception) -> UnsupportedGraphError:
     """The error with the user's line in front: the last frame outside torch."""
     root = str(torch.__path__[0])
@@ -461,8 +497,26 @@ def _explain(error: Exception) -> UnsupportedGraphError:
     reason = (
         str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
     )
-    return UnsupportedGraphError(
-        f"the model could not be captured.\n  at {where}\n  {type(error).__name__}: {reason}\n"
+    if "entirely functional graph" in reason:
+        return UnsupportedGraphError(
+            "the forward changes a tensor in place that is neither a buffer nor an argument. "
+            "Register it: register_buffer."
+        )
+    names = {type(each).__name__ for each in _chain(error)}
+    advice = (
         "Values of tensors must not decide what the forward does (`if tensor:`, `.item()`, loops over "
         "data). Move such code out of the model, or optimise the parts around it one by one."
+        if names & _DATA_ERRORS
+        else "Running the forward on the example arguments failed: do they fit the model? (It runs on "
+        "tensors without data, so code that reads their memory fails too, such as `.numpy()`.)"
     )
+    return UnsupportedGraphError(
+        f"the model could not be captured.\n  at {where}\n  {type(error).__name__}: {reason}\n{advice}"
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that it was raised from or while handling."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -235,9 +235,7 @@ def test_hooks_of_parameters_fire_while_backward_goes_on() -> None:
 
         stage.module.forward = logged
     for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda p, name=name: events.append(name)
-        )
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: events.append(name))
     back(loss_of(model))
     fired = [i for i, event in enumerate(events) if not event.startswith("stage")]
     last = max(i for i, event in enumerate(events) if event.startswith("stage"))
@@ -390,12 +388,12 @@ class Sine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x.sin()
+        return torch.sin(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return gradient * x.cos() * 1.5  # not the derivative: the user's backward is used
+        return torch.mul(gradient, torch.cos(x) * 1.5)  # not the derivative, but the user's
 
 
 @torch.library.custom_op("remat_tests::scaled_exp", mutates_args=())

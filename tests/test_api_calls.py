@@ -56,8 +56,9 @@ def test_other_values_shapes_and_types_fall_back_with_a_reason_and_one_warning(n
     assert stats.planned == 1
 
 
-@pytest.mark.parametrize("change", ["freeze", "double", "eval", "autocast", "delete"])
+@pytest.mark.parametrize("change", ["freeze", "double", "eval", "autocast", "delete", "number"])
 def test_a_changed_model_falls_back(net: Any, change: str) -> None:
+    net.first.scale = 0.5
     model = optimized(net, STEP)
     args = STEP.args
     if change == "freeze":
@@ -67,6 +68,8 @@ def test_a_changed_model_falls_back(net: Any, change: str) -> None:
         args = (args[0].double(),)
     elif change == "eval":
         model.first.eval()
+    elif change == "number":
+        model.first.scale = 0.25
     elif change == "delete":
         model.last.bias = None
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast")

@@ -1,0 +1,108 @@
+"""What modules hold in Python that a trace has read, and whether it has changed since.
+
+Watched, of the model and all its submodules: plain attributes (numbers, strings, flags, None, and tuples of
+them: a dropout probability, a mode, a layer's index), submodules by identity, names that share a
+parameter or buffer, and hooks of submodules. The root's own hooks run outside the plan.
+
+Not noticed: changes inside lists, dicts and other objects that a module refers to.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_PLAIN = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleState:
+    """A snapshot that is cheap to compare with the present."""
+
+    places: tuple[tuple[Mapping[str, Any], str], ...]
+    """Where each watched attribute or submodule is kept."""
+    values: list[Any]
+    names: tuple[str, ...]
+    tied: tuple[tuple[Mapping[str, Any], str, Mapping[str, Any], str], ...]
+    """Further names of a tensor, with the place of its first name."""
+    quiet: tuple[Mapping[int, Any], ...]
+    """Hook tables that are empty."""
+    hooked: tuple[tuple[Mapping[int, Any], tuple[int, ...]], ...]
+    """Hook tables that are not, with the ids of their hooks."""
+
+    def change(self) -> str:
+        """What has changed; empty if nothing has."""
+        if [holder.get(key) for holder, key in self.places] != self.values:
+            for (holder, key), value, name in zip(
+                self.places, self.values, self.names, strict=True
+            ):
+                now = holder.get(key)
+                if now is not value and now != value:
+                    if isinstance(value, nn.Module):
+                        return f"{name} has been replaced"
+                    return f"{name} is {now!r}, and was {value!r} when it was planned"
+        if any([holder.get(key) is not first.get(k) for holder, key, first, k in self.tied]):
+            return "parameters that were tied no longer are"
+        if any(self.quiet) or any([tuple(held) != ids for held, ids in self.hooked]):
+            return "hooks of a submodule have been added or removed"
+        return ""
+
+
+def module_state(model: nn.Module) -> ModuleState:
+    """The present state of a model."""
+    places: list[tuple[Mapping[str, Any], str]] = []
+    names: list[str] = []
+    for path, module in model.named_modules():
+        own, children = vars(module), vars(module)["_modules"]
+        places += [(own, key) for key, value in own.items() if _is_plain(value)]
+        names += [f"{path}.{key}".lstrip(".") for key, value in own.items() if _is_plain(value)]
+        places += [(children, key) for key in children]
+        names += [f"{path}.{key}".lstrip(".") for key in children]
+    hooks = [
+        vars(child)[kind] for child in model.modules() if child is not model for kind in _HOOKS
+    ]
+    return ModuleState(
+        places=tuple(places),
+        values=[holder.get(key) for holder, key in places],
+        names=tuple(names),
+        tied=tuple(_tied(model)),
+        quiet=tuple(held for held in hooks if not held),
+        hooked=tuple((held, tuple(held)) for held in hooks if held),
+    )
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN
+
+
+def _tied(model: nn.Module) -> list[tuple[Mapping[str, Any], str, Mapping[str, Any], str]]:
+    first: dict[int, tuple[Mapping[str, Any], str]] = {}
+    found = []
+    for module in model.modules():
+        for table in (vars(module)["_parameters"], vars(module)["_buffers"]):
+            for key, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) in first:
+                    found.append((table, key, *first[id(tensor)]))
+                else:
+                    first[id(tensor)] = (table, key)
+    return found
+
+
+def traced_hooks(model: nn.Module) -> list[str]:
+    """Names of submodules with hooks, beyond those that torch's own `spectral_norm` and the like add."""
+    return [
+        name
+        for name, child in model.named_modules()
+        if name
+        and any(
+            not type(hook).__module__.startswith("torch.nn.utils")
+            for kind in _HOOKS
+            for hook in vars(child)[kind].values()
+        )
+    ]
