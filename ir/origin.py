@@ -2,7 +2,8 @@
 
 While a module is traced, a stack of module paths is kept by global forward hooks, and every torch
 function call is annotated with the path on top and with the innermost Python frame outside torch. The
-annotation travels with the nodes, also to the backward ops that autograd derives from them.
+annotation travels with the nodes, also to the backward ops that autograd derives from them. The same look
+at every call refuses tensors that need a gradient and are no input.
 """
 
 import contextlib
@@ -19,6 +20,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.overrides import TorchFunctionMode
+
+from .refusals import refuse_hidden_leaves
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
@@ -41,7 +44,9 @@ class _Annotate(TorchFunctionMode):
     ) -> Any:
         origin = (self.paths[-1] if self.paths else "", _user_line())
         with annotate({_KEY: origin}):
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        refuse_hidden_leaves((args, kwargs), result, origin[1])
+        return result
 
 
 def _user_line() -> str:

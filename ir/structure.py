@@ -2,23 +2,30 @@
 
 Handles tuples, lists, dicts and whatever else `torch.utils._pytree` knows, and beyond that any object
 that keeps tensors in its ``__dict__`` (dataclasses, caches): it is rebuilt as a new object of its
-class, without calling ``__init__``. Objects that hold no tensor are passed on as they are.
+class, without calling ``__init__``. Objects that hold no tensor are passed on as they are; the pattern
+remembers what was in them, so that patterns of two calls differ if the object has changed between them.
+Modules, functions, classes and enumerations are compared as themselves.
 
-Does not handle: tensors in ``__slots__``, in closures, or in objects that refer to themselves.
+Does not handle: tensors in ``__slots__``, in containers of unknown classes, in closures (`held_tensor`
+finds those), or in objects that refer to themselves; changes inside objects without a ``__dict__``
+that are no set, list or dict.
 
 No function here refers to itself through a closure: that would be a reference cycle, which keeps the
 tensors alive until the next garbage collection.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+_THEMSELVES = (*_PLAIN, type, Enum, ModuleType, torch.nn.Module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,18 @@ class _Object:
     """An object whose attributes hold tensors."""
 
     cls: type
-    attributes: dict[str, Any]
+    attributes: dict[str, Any] = field(compare=False)
+    contents: object
+    """`_typed` attributes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An object that holds no tensor: passed on as it is, compared by what was in it."""
+
+    value: object = field(compare=False)
+    cls: type
+    contents: object
 
 
 def take_tensors(value: object) -> tuple[list[torch.Tensor], object]:
@@ -64,15 +82,78 @@ def _take(tensors: list[torch.Tensor], outer: tuple[int, ...], leaf: object) -> 
         if known == len(tensors):
             tensors.append(leaf)
         return Hole(known)
-    if isinstance(leaf, (*_PLAIN, type, torch.nn.Module)) or callable(leaf):
+    if isinstance(leaf, _THEMSELVES) or callable(leaf) or id(leaf) in outer:
         return leaf
-    attributes = getattr(leaf, "__dict__", None)
-    if not attributes or id(leaf) in outer:
-        return leaf
-    before = len(tensors)
     take = partial(_take, tensors, (*outer, id(leaf)))
-    inner = {name: _map(take, attribute) for name, attribute in attributes.items()}
-    return _Object(type(leaf), inner) if len(tensors) > before else leaf
+    attributes = getattr(leaf, "__dict__", None)
+    if attributes:
+        before = len(tensors)
+        inner = {name: _map(take, attribute) for name, attribute in attributes.items()}
+        contents = _map(_typed, inner)
+        if len(tensors) > before:
+            return _Object(type(leaf), inner, contents)
+        return _Kept(leaf, type(leaf), (contents, _elements(leaf)))
+    elements = _elements(leaf)
+    return leaf if elements is None else _Kept(leaf, type(leaf), elements)
+
+
+def _typed(leaf: object) -> object:
+    """A plain value with its type: 1, 1.0 and True are equal, and compute different things."""
+    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else leaf
+
+
+def _elements(leaf: object) -> object:
+    """Shallow copy of what a container holds that pytree does not know; None if it is none."""
+    if isinstance(leaf, dict):
+        return {key: _typed(value) for key, value in leaf.items()}
+    if isinstance(leaf, list):
+        return [_typed(value) for value in leaf]
+    return set(leaf) if isinstance(leaf, set | frozenset) else None
+
+
+def held_tensor(value: object, traced: bool) -> str:
+    """Name of the class that hides a tensor inside `value`, a pattern; empty if none does.
+
+    Looks into lists, tuples, sets, dicts, attributes, ``__slots__`` and closures; not into modules.
+
+    Args:
+        value: the pattern.
+        traced: only tensors of a trace count; else all, except those that callables hold.
+    """
+    return _held(value, traced, "", set())
+
+
+def _held(value: object, traced: bool, holder: str, seen: set[int]) -> str:
+    if isinstance(value, torch.Tensor):
+        real = type(value) in (torch.Tensor, torch.nn.Parameter)
+        return "" if traced and real else holder or "container"
+    themselves = isinstance(value, _THEMSELVES) or (not traced and callable(value))
+    if themselves or id(value) in seen:
+        return ""
+    seen.add(id(value))
+    ours = isinstance(value, _Object | _Kept) or type(value) in (tuple, list, dict)
+    holder = holder if ours else type(value).__name__
+    return next((found for v in _inside(value) if (found := _held(v, traced, holder, seen))), "")
+
+
+def _inside(value: object) -> list[Any]:
+    if isinstance(value, _Object):
+        return list(value.attributes.values())
+    if isinstance(value, _Kept):
+        return [value.value]
+    if isinstance(value, FunctionType):
+        cells = value.__closure__ or ()
+        return [cell.cell_contents for cell in cells]
+    inside = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, dict):
+        inside += value.values()
+    elif isinstance(value, tuple | list | set | frozenset):
+        inside += value
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        inside += [getattr(value, n) for n in names if n != "__dict__" and hasattr(value, n)]
+    return inside
 
 
 def put_tensors(pattern: object, tensors: Sequence[object]) -> Any:
@@ -83,6 +164,8 @@ def put_tensors(pattern: object, tensors: Sequence[object]) -> Any:
 def _put(tensors: Sequence[object], leaf: object) -> object:
     if isinstance(leaf, Hole):
         return tensors[leaf.index]
+    if isinstance(leaf, _Kept):
+        return leaf.value
     if isinstance(leaf, _Object):
         instance: Any = object.__new__(leaf.cls)
         put = partial(_put, tensors)
