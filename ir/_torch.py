@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd import Variable
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -28,6 +29,8 @@ from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+queue_callback = Variable._execution_engine.queue_callback
 
 __all__ = [
     "BoxedCodeGen",
@@ -47,6 +50,7 @@ __all__ = [
     "inductor_config",
     "keeps_graph",
     "no_dispatch",
+    "queue_callback",
     "reparametrize",
     "saved_tensors_hooks",
     "tracing",
