@@ -87,6 +87,7 @@ def eager_trace(
 
     Raises:
         UnsupportedGraphError: if the step depends on values that are not known.
+        ValueError: if `loss_fn` does not return one scalar that requires a gradient.
     """
 
     def traced(state: AbstractContextManager[None]) -> Trace:
@@ -197,7 +198,7 @@ def _forward_backward(
         output = model.forward(*args, **kwargs)
     for tensor in _tensors(output):
         follow.label(tensor, Role.OUTPUT)
-    roots = _roots(output) if loss_fn is None else [loss_fn(output)]
+    roots = _roots(output) if loss_fn is None else [_scalar(loss_fn(output))]
     held = output if outputs_held else None
     del output, tensor
     follow.phase = Phase.BACKWARD
@@ -225,6 +226,19 @@ def _roots(output: object) -> list[torch.Tensor]:
         )
     scalars = [t for t in candidates if t.dim() == 0 and t.is_floating_point()]
     return scalars or candidates
+
+
+def _scalar(loss: object) -> torch.Tensor:
+    """What a loss function has returned, if backward can start from it."""
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(f"loss_fn must return one scalar, got {type(loss).__name__}")
+    if loss.dim() > 0:
+        raise ValueError(f"loss_fn must return one scalar, got shape {list(loss.shape)}")
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss_fn must return a scalar that requires a gradient; it uses no output that does"
+        )
+    return loss
 
 
 def _optimizer_phase(follow: Follow, twin: torch.optim.Optimizer) -> None:

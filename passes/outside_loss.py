@@ -11,6 +11,7 @@ Not handled: outputs that share memory with each other; a gradient that is expan
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,11 @@ from .memory import profile
 class _Outputs(nn.Module):
     """Yields copies of its parameters as the model yields its outputs."""
 
-    def __init__(self, captured: Capture) -> None:
+    def __init__(
+        self, captured: Capture, received: Callable[[int], object] = lambda index: None
+    ) -> None:
         super().__init__()
+        self.received = received  # told of every output that receives a gradient
         self.pattern = captured.output_pattern
         outputs = [torch.empty_like(t, device="meta") for t in captured.results()]
         self.outputs = nn.ParameterList(
@@ -38,37 +42,63 @@ class _Outputs(nn.Module):
         )
 
     def forward(self) -> object:
-        return put_tensors(self.pattern, [output.clone() for output in self.outputs])
+        copies = [output.clone() for output in self.outputs]
+        for i, copy in enumerate(copies):
+            if copy.requires_grad:
+                copy.register_hook(partial(self._receive, i))
+        return put_tensors(self.pattern, copies)
+
+    def _receive(self, index: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self.received(index)
+
+
+def used_outputs(captured: Capture, loss_fn: Callable[[Any], torch.Tensor]) -> tuple[int, ...]:
+    """Output tensors to which a loss gives a gradient, of those that were captured for one."""
+    used: set[int] = set()
+    eager_trace(_Outputs(captured, used.add), (), {}, loss_fn=loss_fn)
+    return tuple(sorted(used))
 
 
 def trace_loss(
     captured: Capture, loss_fn: Callable[[Any], torch.Tensor], scratch: ScratchOf
-) -> Loss:
-    """Trace a loss on the outputs of a captured model."""
+) -> tuple[Loss | None, tuple[Block, ...]]:
+    """Trace a loss on the outputs of a captured model.
+
+    Returns:
+        The loss, None if it is itself an output of the model; and the tensors that it uses beside the
+        outputs, such as targets, which are on the device throughout the step.
+    """
     module = _Outputs(captured)
     whole = eager_trace(module, (), {}, loss_fn=loss_fn, scratch=scratch)
     first = len(module.outputs)
     last = len(whole.instants) - first - 1
     later = [replace(b, birth=b.birth - first, death=b.death - first) for b in whole.blocks]
     copies = [b for b in later if -first <= b.birth < 0][:first]
+    constants = [b for b in whole.blocks if b.birth < 0 and b.role is Role.BUFFER]
+    targets = tuple(replace(b, name=f"{b.name} of the loss") for b in constants)
     gradients = {b.name: b for b in later if b.role is Role.GRADIENT}
-    tangents = [gradients[f"outputs.{i}.grad"] for i in captured.gradient_outputs]
+    found = [gradients.get(f"outputs.{i}.grad") for i in captured.gradient_outputs]
+    tangents = [b for b in found if b is not None]
     own = [b for b in later if b.birth >= 0 and b not in tangents]
     root = next(b for b in own if b.role is Role.TANGENT)
-    loss = next(b for b in own if b.death > last and b is not root)
+    loss = next((b for b in own if b.death > last and b is not root), None)
+    if loss is None:
+        return None, targets
     trace = Trace(whole.instants[first:], tuple(b for b in own if b is not root and b is not loss))
     everything = replace(trace, blocks=(*trace.blocks, *tangents, root, loss))
     size = int(loss.size)
     beyond = profile(everything).peak - sum(int(b.size) for b in (*tangents, root, loss))
-    return Loss(
+    made = Loss(
         bytes=size,
         scratch=max(0, beyond),
         trace=trace,
         dropped=tuple(max(0, b.death) for b in copies),
-        tangents=tuple(b.birth for b in tangents),
+        tangents=tuple(last if b is None else b.birth for b in found),  # last: zeros, for backward
         computed=loss.birth,
         root=root.birth,
     )
+    return made, targets
 
 
 def with_loss(trace: Trace, graph: Graph, loss: Loss) -> Trace:

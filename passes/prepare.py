@@ -5,20 +5,21 @@ Capture, canonical form, scratch of every kernel, memory of a loss outside the m
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import sympy
 import torch
 from torch import fx, nn
 
-from remat.ir import Graph, OutputKind, verify
+from remat.ir import Block, Graph, OutputKind, UnsupportedGraphError, verify
 from remat.ir._torch import DisableAutocast
 from remat.ir.canonical import canonicalize, is_backward
 from remat.ir.capture import Capture, capture, is_fake
 from remat.ir.lift import Loss, Measured, Signature, lift
 
 from .eager import ScratchOf, no_scratch
-from .outside_loss import trace_loss
+from .outside_loss import trace_loss, used_outputs
 from .protocol import StepProtocol
 from .scratch import Call, Origin, Scratch, measure_scratch
 
@@ -35,6 +36,9 @@ class Prepared:
     measured: Mapping[str, Measured]
     """Node name -> scratch and real sizes."""
     loss: Loss | None
+    """The loss, if it is outside the model and known."""
+    targets: tuple[Block, ...]
+    """Tensors that the loss uses beside the outputs, on the device throughout the step."""
     unmeasured: tuple[str, ...]
     """Ops whose scratch is not known."""
     device: torch.device
@@ -67,10 +71,10 @@ def prepare_step(
         kwargs: example keyword arguments.
         forward: what to trace; the module's own if None.
         loss_fn: output to a scalar, if the loss is outside the module.
-        protocol: says which outputs receive a gradient.
+        protocol: says which outputs receive a gradient; "auto" with a loss: those that it uses.
     """
     wanted = (protocol or StepProtocol()).gradient_outputs
-    captured = capture(module, args, kwargs, forward=forward, gradient_outputs=wanted)
+    captured = _captured(partial(capture, module, args, kwargs, forward=forward), loss_fn, wanted)
     signature, mutated, gradients = captured.signature()
     joint = captured.joint
     canonicalize(joint, mutated, gradients)
@@ -84,12 +88,32 @@ def prepare_step(
     unknown = [
         n.name for n, found in zip(nodes, scratch, strict=True) if found.origin is Origin.UNKNOWN
     ]
-    loss = trace_loss(captured, loss_fn, scratch_of) if loss_fn else None
+    loss, targets = trace_loss(captured, loss_fn, scratch_of) if loss_fn else (None, ())
     border = next(node.name for node in nodes if is_backward(node))
     graph = lift(joint, signature, border=border, measured=measured, loss=loss)
     verify(graph)
     device = next(v.device for n in nodes if isinstance(v := n.meta["val"], torch.Tensor))
-    return Prepared(captured, signature, border, graph, measured, loss, tuple(unknown), device)
+    return Prepared(
+        captured, signature, border, graph, measured, loss, targets, tuple(unknown), device
+    )
+
+
+def _captured(
+    captured_for: Callable[..., Capture],
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    wanted: str | tuple[int, ...],
+) -> Capture:
+    """The step, captured for the outputs that receive a gradient: with a loss, those that it uses."""
+    if loss_fn is None or wanted != "auto":
+        return captured_for(gradient_outputs=wanted)
+    try:
+        captured = captured_for(gradient_outputs="all")
+    except UnsupportedGraphError:  # perhaps for an output that the loss does not use
+        return captured_for(gradient_outputs="auto")
+    used = used_outputs(captured, loss_fn)
+    if used == captured.gradient_outputs:
+        return captured
+    return captured_for(gradient_outputs=used)
 
 
 def scratch_for(module: nn.Module) -> ScratchOf:
