@@ -29,13 +29,15 @@ def budget_bytes(budget: float | str, device: torch.device) -> int:
         device: whose memory "80%" and "auto" refer to.
 
     Raises:
-        ValueError: not a budget, or not above zero.
+        ValueError: not a budget, not finite, not above zero, or over 100 %.
         TypeError: neither a number nor a string.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise TypeError(f"budget must be a number of GB or a string such as '8GB', not {budget!r}")
     count = _from_text(budget, device) if isinstance(budget, str) else budget * 10**9
-    if not math.isfinite(count) or count < 1:
+    if not math.isfinite(count):
+        raise ValueError(f"budget must be finite, got {budget!r}")
+    if count < 1:
         raise ValueError(f"budget must be above zero, got {budget!r}")
     return int(count)
 
@@ -54,6 +56,8 @@ def _from_text(text: str, device: torch.device) -> float:
             f"cannot read the budget {text!r}. Give a number of GB, or a number with a unit: "
             "'8GB', '24GiB', '900MB', '123456B', '80%' of the device, or 'auto'."
         )
+    if unit == "%" and value > 100:
+        raise ValueError(f"budget must be at most 100% of the device, got {text!r}")
     return value / 100 * device_memory(device) if unit == "%" else value * _UNITS[unit]
 
 

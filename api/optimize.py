@@ -12,7 +12,7 @@ from remat.solvers import Limits
 
 from .dropin import Remat
 from .identity import make_dropin
-from .options import Options, check
+from .options import Options, check, check_example
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -48,7 +48,8 @@ def optimize_checkpoints(
         optimizer: whose state and temporaries count: an optimizer, a name in `torch.optim`, or None;
             "auto" takes the live optimizer that holds the parameters, else assumes AdamW.
         protocol: what else is resident when, in your loop.
-        cost_model: "roofline" (predicted for the device at hand), the name of a device to predict for
+        cost_model: "roofline" (predicted for the device at hand; for a GPU that is not in
+            `passes/devices.py`, with the figures of "generic-gpu"), the name of a device to predict for
             ("a100-80gb"), or "timed" (ops are timed here).
         time_limit_s: solver time, seconds.
         gap: stop when the overhead is proven to be within this fraction of step time of the least.
@@ -77,10 +78,11 @@ def optimize_checkpoints(
         budget_gb, loss_fn, optimizer, protocol or StepProtocol(), cost_model, limits
     )
     check(options, model)
+    check_example(example_args)
     dropin = make_dropin(model, options)
     if example_args or example_kwargs:
         remat: Remat = vars(dropin)["remat"]
-        remat.prepare(dropin, example_args, dict(example_kwargs or {}))
+        remat.prepare(dropin, tuple(example_args), dict(example_kwargs or {}))
     return dropin
 
 

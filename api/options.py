@@ -1,5 +1,6 @@
 """The options of `optimize_checkpoints`, checked once."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,23 +35,80 @@ class Options:
         if self.cost_model != "roofline":
             return self.cost_model
         where = device_of(model)
-        return torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
+        return (
+            _known_or_generic(torch.cuda.get_device_name(where)) if where.type == "cuda" else "cpu"
+        )
 
 
 def check(options: Options, model: nn.Module) -> None:
     """Raise for what cannot be meant, before anything is done.
 
     Raises:
-        ValueError: bad budget, unknown device, limits below zero.
-        TypeError: not a module, not a budget.
+        ValueError: bad budget, unknown device, limits below zero, an optimizer of other parameters.
+        TypeError: not a module, not a budget, not an optimizer, a loss of more than the output.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     options.budget_bytes(model)
+    _check_loss(options.loss_fn)
+    _check_optimizer(options.optimizer, model)
     if options.cost_model not in ("roofline", "timed"):
         device(options.cost_model)
     if options.limits.time_s <= 0 or options.limits.gap < 0:
         raise ValueError("time_limit_s must be above zero and gap must not be below it")
+
+
+def check_example(args: object) -> None:
+    """Raise a TypeError for example arguments that are not in a tuple or list."""
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"example_args must be a tuple of positional arguments, not {type(args).__name__}: pass (x,) "
+            "instead of x, or a dict of keyword arguments as example_kwargs"
+        )
+
+
+def _check_loss(loss_fn: Callable[[Any], torch.Tensor] | None) -> None:
+    if loss_fn is None:
+        return
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable, not {type(loss_fn).__name__}")
+    try:
+        signature = inspect.signature(
+            loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+        )
+    except ValueError:  # builtins have none
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_fn is called with the model's output alone, which does not fit {signature}. Give the "
+            "rest yourself: loss_fn=lambda output: criterion(output, example_target)"
+        ) from error
+
+
+def _check_optimizer(optimizer: object, model: nn.Module) -> None:
+    if not isinstance(optimizer, Optimizer | str | None):
+        raise TypeError(
+            "optimizer must be one torch.optim.Optimizer, the name of a class in torch.optim, 'auto' or "
+            f"None, not {type(optimizer).__name__}. Of several optimizers only one can be counted."
+        )
+    if isinstance(optimizer, Optimizer):
+        mine = {id(p) for p in model.parameters()}
+        if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"the {type(optimizer).__name__} holds none of the model's parameters. Make it over "
+                "model.parameters() of this model."
+            )
+
+
+def _known_or_generic(gpu: str) -> str:
+    """The GPU's name if its speed is known, else "generic-gpu"."""
+    try:
+        device(gpu)
+    except ValueError:
+        return "generic-gpu"
+    return gpu
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -69,6 +69,8 @@ DEVICES = (
     ),
     Device("a100-40gb", _A100, 1555e9, 40 * 10**9, 5e-6, 0.7, _A100_SOURCE),
     Device("a100-80gb", _A100, 2039e9, 80 * 10**9, 5e-6, 0.7, _A100_SOURCE),
+    # Any GPU that is not listed: what counts for a plan is how the ops' times compare.
+    Device("generic-gpu", _A100, 1555e9, 40 * 10**9, 5e-6, 0.7, "assumed: as the a100-40gb"),
     Device(
         "h100",
         _HOPPER,
@@ -100,6 +102,8 @@ def device(name: str) -> Device:
     """
     wanted = _essence(name)
     for known in DEVICES:
+        if known.name == name:
+            return known
         model = _essence(known.name.split("-")[0])
         if wanted in (model, f"{model}{known.memory_bytes // 10**9}gb"):
             return known

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepProtocol:
-    """What is resident when, in the training loop that runs the plan."""
+    """What is resident when, in the training loop that runs the plan.
+
+    Attributes:
+        gradients_resident: `.grad` of every trainable parameter exists when the forward begins.
+        outputs_held: the caller keeps the model's outputs through backward and the optimizer step.
+        forwards_outstanding: at most so many forwards whose backward has not run, this one included.
+        gradient_outputs: output tensors that receive a gradient: "auto", "all", or their positions. "auto":
+            with a `loss_fn` those that it uses; else the 0-dimensional ones if there are any, else all
+            that require one.
+        other_bytes: bytes on the device that belong to nothing the plan knows of.
+    """
 
     gradients_resident: bool = False
     """`.grad` of every trainable parameter exists when the forward begins: gradients are accumulated
@@ -15,7 +25,7 @@ class StepProtocol:
     forwards_outstanding: int = 1
     """Number of forwards whose backward has not run, this one included, at most."""
     gradient_outputs: str | tuple[int, ...] = "auto"
-    """Output tensors that receive a gradient: "auto" (the 0-dimensional ones if there are any, else all
-    that require one), "all", or their positions."""
+    """Output tensors that receive a gradient: "auto" (those that `loss_fn` uses; without one, the
+    0-dimensional ones if there are any, else all that require one), "all", or their positions."""
     other_bytes: int = 0
     """Bytes on the device that belong to nothing the plan knows of."""
