@@ -36,7 +36,7 @@ def _figures(plan: Plan) -> list[str]:
     ]
     lines = [f"{name:<11} {in_units(size):>12}  {size:>16,} B" for name, size in rows]
     if plan.is_eager:
-        return [*lines, "The budget is at or above eager's peak: the model runs as it is."]
+        return [*lines, "The budget is at or above eager's peak: the step runs as it is."]
     return [
         *lines,
         f"recomputation: +{plan.overhead:.2%} of the step's predicted time, proven to be within "
@@ -52,20 +52,26 @@ def _peak(planned: Planned) -> list[str]:
     )
     filled = ", ".join(f"{role} {in_units(size)}" for size, role in held if size)
     where = " ".join(part for part in (instant.module, instant.source) if part)
-    return [f"peak at {instant.target} in {instant.phase} ({where}): {filled}"]
+    at = f"{instant.target} in {instant.phase}" + (f" ({where})" if where else "")
+    return [f"peak at {at}: {filled}"]
 
 
 def _decisions(plan: Plan) -> list[str]:
     lines: list[str] = []
+    if plan.is_eager:
+        return lines
     for title, tensors in (("saved", plan.saved), ("recomputed", plan.recomputed)):
         lines.append(f"{title}: {len(tensors)} tensors, {in_units(sum(t.bytes for t in tensors))}")
         largest = sorted(tensors, key=lambda t: -t.bytes)[:SHOWN]
-        lines += [f"  {in_units(t.bytes):>10}  {_row(t)}" for t in largest]
+        name = max((len(t.name) for t in largest), default=0)
+        op = max((len(t.op) for t in largest), default=0)
+        lines += [f"  {in_units(t.bytes):>10}  {_row(t, name, op)}" for t in largest]
     return lines
 
 
-def _row(tensor: Tensor) -> str:
-    return f"{tensor.name:<24.24} {tensor.op:<32.32} {tensor.module} {tensor.source}".rstrip()
+def _row(tensor: Tensor, name: int, op: int) -> str:
+    """One line, with columns as wide as the longest name and op."""
+    return f"{tensor.name:<{name}} {tensor.op:<{op}} {tensor.module} {tensor.source}".rstrip()
 
 
 def _rests_on(plan: Plan) -> list[str]:

@@ -28,17 +28,7 @@ def infeasible_error(budget: int, least: int, trace: Trace) -> InfeasibleBudgetE
     where = f"{instant.target} in {instant.phase}"
     where += f", {instant.module}" if instant.module else ""
     where += f" ({instant.source})" if instant.source else ""
-    states = found.resident
-    if states > budget or instant.phase is Phase.OPTIMIZER:
-        helps = (
-            "Model states alone fill the budget; checkpointing cannot help there. An optimizer with less "
-            "state, parameters in lower precision, or sharding would."
-        )
-    else:
-        helps = (
-            "A smaller batch or shorter sequence would help, or an optimizer with less state "
-            f"({in_units(states)} are resident before the step begins)."
-        )
+    helps = _what_helps(found.resident, budget, trace, instant.phase)
     return InfeasibleBudgetError(
         f"no plan fits a budget of {budget} bytes ({in_units(budget)}).\n"
         f"  least feasible peak: {least} bytes ({in_units(least)})\n"
@@ -48,3 +38,25 @@ def infeasible_error(budget: int, least: int, trace: Trace) -> InfeasibleBudgetE
         budget_bytes=budget,
         least_peak_bytes=least,
     )
+
+
+def _what_helps(resident: int, budget: int, trace: Trace, peak_in: Phase) -> str:
+    before = [block.role for block in trace.blocks if block.birth < 0]
+    optimizer = Role.OPTIMIZER_STATE in before
+    lighter = "an optimizer with less state, " if optimizer else ""
+    if resident > budget:
+        helps = (
+            "Model states alone fill the budget; checkpointing cannot help there. Parameters in lower "
+            f"precision, {lighter}or sharding would."
+        )
+    elif peak_in is Phase.OPTIMIZER:
+        helps = "The peak is in the optimizer step, where an optimizer that takes less would help."
+    else:
+        helps = f"A smaller batch or shorter sequence would help{', or ' + lighter[:-2] if optimizer else ''}"
+        helps += f" ({in_units(resident)} are resident before the step begins)."
+    if Role.GRADIENT in before:
+        helps += (
+            " Gradients are resident when the forward begins (accumulation); pass "
+            "protocol=StepProtocol(gradients_resident=True) to plan for that from the start."
+        )
+    return helps
