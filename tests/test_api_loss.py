@@ -95,4 +95,5 @@ def test_an_unknown_gpu_is_planned_as_a_generic_one(gpu: str, used: str) -> None
 
 
 def test_lazy_names_are_listed() -> None:
-    assert set(import_module("remat").__all__) <= set(dir(remat))
+    package: Any = import_module("remat")
+    assert set(package.__all__) <= set(dir(package))
