@@ -14,6 +14,8 @@ from typing import Any
 from torch import nn
 
 _PLAIN = (bool, int, float, str, type(None))
+_PURE = ("torch.nn.utils", "transformers.utils.output_capturing")
+"""Modules whose hooks do nothing but compute: `spectral_norm` and the like, collection of outputs."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -95,13 +97,13 @@ def _tied(model: nn.Module) -> list[tuple[Mapping[str, Any], str, Mapping[str, A
 
 
 def traced_hooks(model: nn.Module) -> list[str]:
-    """Names of submodules with hooks, beyond those that torch's own `spectral_norm` and the like add."""
+    """Names of submodules with hooks, beyond those that libraries add and that only compute (`_PURE`)."""
     return [
         name
         for name, child in model.named_modules()
         if name
         and any(
-            not type(hook).__module__.startswith("torch.nn.utils")
+            not str(getattr(hook, "__module__", "")).startswith(_PURE)
             for kind in _HOOKS
             for hook in vars(child)[kind].values()
         )

@@ -139,7 +139,7 @@ def make_plan(
         protocol=request.protocol,
     )
     clock.begin("eager trace")
-    around = surroundings(request)
+    around = surroundings(request, prepared)
     asked, request = request, _with_accumulation(request)
     eager = _eager(request, around)
     around = replace(around, blocks=(*around.blocks, *prepared.targets))
@@ -213,10 +213,11 @@ def _with_accumulation(request: Request) -> Request:
     return replace(request, protocol=replace(protocol, gradients_resident=resident))
 
 
-def surroundings(request: Request) -> Surroundings:
+def surroundings(request: Request, prepared: Prepared) -> Surroundings:
     """What the step finds on the device beside parameters, buffers and arguments."""
     protocol = request.protocol
-    trained = [(n, p) for n, p in request.module.named_parameters() if p.requires_grad]
+    used = prepared.trained()  # an optimizer passes over a parameter without a gradient
+    trained = [(n, p) for n, p in request.module.named_parameters() if n in used]
     blocks: list[Block] = []
     trace: Trace | None = None
     if request.optimizer.instance is not None:

@@ -43,6 +43,7 @@ from .eager_kernels import eager_kernels
 from .errors import UnsupportedGraphError
 from .fake import Dynamic, fake_tensors
 from .graph import OutputKind
+from .lazy_hooks import install_lazy_hooks
 from .lift import Signature
 from .origin import record_origins
 from .refusals import refuse_hidden_tensors, refuse_returned_inputs, refuse_shared_updates
@@ -339,6 +340,7 @@ def capture(
         UnsupportedGraphError: no route captures it; names the user's line and what to do.
     """
     check_module(module)
+    install_lazy_hooks(module)
     tensors, pattern = take_tensors((args, dict(kwargs or {})))
     refuse_hidden_tensors(pattern, "arguments")
     try:

@@ -152,7 +152,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.__name__.partition(".")[0]
         if not self._preparing:
             self._record(func, name, args, kwargs)
-        out = func(*args, **kwargs)
+        out = _execute(func, args, kwargs)
         self.values.execute(func, args, kwargs, out)
         birth = -1 if self._preparing else len(self._instants) - 1
         fresh = [
@@ -281,6 +281,18 @@ def _saved_numbers(results: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 @functools.cache
 def _saved_names(node: type) -> tuple[str, ...]:
     return tuple(name for name in dir(node) if name.startswith("_saved_"))
+
+
+def _execute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Run an op on fakes. The fake kernel of `_grouped_mm` takes bfloat16 only; the CPU's takes others."""
+    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    narrow = [a.to(torch.bfloat16) if _is_floating(a) else a for a in args]
+    return func(*narrow, **kwargs).to(args[0].dtype)
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _user_line() -> str:

@@ -43,6 +43,16 @@ class Prepared:
     """Ops whose scratch is not known."""
     device: torch.device
 
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that receive a gradient."""
+        placeholders = [n.name for n in self.capture.joint.graph.nodes if n.op == "placeholder"]
+        names = dict(zip(placeholders, self.capture.parameters, strict=False))
+        return frozenset(
+            names[output.target]
+            for output in self.graph.outputs
+            if output.kind is OutputKind.GRADIENT and output.target in names
+        )
+
     def updates_arguments(self) -> bool:
         """The step updates a tensor argument in place."""
         state = len(self.capture.parameters) + len(self.capture.buffers)
