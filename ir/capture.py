@@ -5,7 +5,7 @@ buffers and tensor arguments. A parameter that is registered under several names
 gradient is summed in the order in which autograd sums it.
 
 Which outputs receive a gradient is fixed at capture: those that `gradient_outputs` names; by default the
-0-dimensional ones if there are any (a loss), else all that require one.
+one called `loss`, else the 0-dimensional ones, else all that require one.
 
 There is one route, DIRECT. (A trace that carries real values along would take the branches and bake in the
 numbers that the example has, and be silently wrong for other data.)
@@ -47,7 +47,7 @@ from .lazy_hooks import install_lazy_hooks
 from .lift import Signature
 from .origin import record_origins
 from .refusals import refuse_hidden_tensors, refuse_returned_inputs, refuse_shared_updates
-from .structure import Hole, put_tensors, take_tensors
+from .structure import Hole, loss_of, put_tensors, take_tensors
 from .trace import Role
 from .untouched import put_back, python_state
 
@@ -195,7 +195,8 @@ class _Functional(nn.Module):
             _take_replaced(module, swapped)
         tensors, pattern = take_tensors(output)
         requires_grad = tuple(tensor.requires_grad for tensor in tensors)
-        chosen = choose_gradient_outputs(tensors, self.gradient_outputs)
+        loss = loss_of(output)
+        chosen = choose_gradient_outputs(tensors, self.gradient_outputs, loss)
         self.output = (pattern, requires_grad, chosen)
         return [t if i in chosen else t.detach() for i, t in enumerate(tensors)]
 
@@ -228,15 +229,19 @@ class _Tensors:
 
 
 def choose_gradient_outputs(
-    tensors: list[torch.Tensor], asked: str | tuple[int, ...]
+    tensors: list[torch.Tensor], asked: str | tuple[int, ...], loss: torch.Tensor | None
 ) -> tuple[int, ...]:
     """Indices of the outputs that receive a gradient.
 
     Args:
         tensors: tensors of the module's output, in order.
-        asked: indices, "all", or "auto": the 0-dimensional ones if there are any, else all.
+        asked: indices, "all", or "auto": the one called loss; if there is none, the 0-dimensional
+            ones; if there are none, all.
+        loss: the output that is called loss.
     """
     possible = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
+    if asked == "auto" and loss is not None:
+        return tuple(i for i in possible if tensors[i] is loss)
     if asked == "auto":
         return tuple(i for i in possible if tensors[i].dim() == 0) or possible
     return possible if asked == "all" else tuple(i for i in possible if i in asked)

@@ -14,7 +14,7 @@ No function here refers to itself through a closure: that would be a reference c
 tensors alive until the next garbage collection.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -52,6 +52,14 @@ class _Kept:
     value: object = field(compare=False)
     cls: type
     contents: object
+
+
+def loss_of(output: object) -> torch.Tensor | None:
+    """The scalar that an output calls its loss, by attribute or key; None if there is none."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor) and named.dim() == 0 and named.requires_grad:
+        return named
+    return None
 
 
 def take_tensors(value: object) -> tuple[list[torch.Tensor], object]:

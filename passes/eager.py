@@ -9,10 +9,10 @@ The step that is described:
         if gradients are resident. Its arguments outlive it.
     (2) Forward, then the loss; the output is dropped as soon as the loss exists, unless it is held.
         A held output outlives the step.
-    (3) Backward, from the loss. Without a loss function: from every 0-dimensional floating-point tensor
-        of the output that requires a gradient, together; if there is none, from all tensors that do.
-        Each starts with a gradient of ones. A loss is kept to the end of the step, as loops do that
-        print it.
+    (3) Backward, from the loss. Without a loss function: from what the output calls its loss; else from
+        every 0-dimensional floating-point tensor of the output that requires a gradient, together; else
+        from all tensors that do. Each starts with a gradient of ones. A loss is kept to the end of the
+        step, as loops do that print it.
     (4) The optimizer step, then gradients are dropped, unless they are resident. Without an optimizer
         they outlive the step.
 
@@ -42,7 +42,7 @@ from remat.ir._torch import (
     FakeTensorMode,
     compiling_state,
 )
-from remat.ir.structure import put_tensors, take_tensors
+from remat.ir.structure import loss_of, put_tensors, take_tensors
 
 from .eager_follow import LATE_STEP, Follow
 from .eager_stage import Stage
@@ -224,8 +224,9 @@ def _roots(output: object) -> list[torch.Tensor]:
             "No tensor of the model's output requires a gradient, so there is no backward. "
             "Give a loss function, or train at least one parameter."
         )
+    loss = loss_of(output)
     scalars = [t for t in candidates if t.dim() == 0 and t.is_floating_point()]
-    return scalars or candidates
+    return [loss] if loss is not None else scalars or candidates
 
 
 def _scalar(loss: object) -> torch.Tensor:

@@ -12,8 +12,8 @@ class StepProtocol:
         outputs_held: the caller keeps the model's outputs through backward and the optimizer step.
         forwards_outstanding: at most so many forwards whose backward has not run, this one included.
         gradient_outputs: output tensors that receive a gradient: "auto", "all", or their positions. "auto":
-            with a `loss_fn` those that it uses; else the 0-dimensional ones if there are any, else all
-            that require one.
+            with a `loss_fn` those that it uses; else the one called loss, the 0-dimensional ones, or all
+            that require one, whichever there are.
         other_bytes: bytes on the device that belong to nothing the plan knows of.
     """
 
@@ -26,6 +26,6 @@ class StepProtocol:
     """Number of forwards whose backward has not run, this one included, at most."""
     gradient_outputs: str | tuple[int, ...] = "auto"
     """Output tensors that receive a gradient: "auto" (those that `loss_fn` uses; without one, the
-    0-dimensional ones if there are any, else all that require one), "all", or their positions."""
+    one called loss, else the 0-dimensional ones, else all), "all", or their positions."""
     other_bytes: int = 0
     """Bytes on the device that belong to nothing the plan knows of."""
