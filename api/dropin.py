@@ -143,7 +143,7 @@ class Remat:
         with self._original_runs(), progress() as report:
             planned = make_plan(request, report, known.planned.prepared if known else None)
         captured = planned.prepared.capture
-        guard = make_guard(model, call, captured, planned.prepared.updates_arguments())
+        guard = make_guard(model, call, planned.prepared)
         entry = _Entry(guard, planned, rebuilder(captured.output_pattern))
         if self._stepped is not None:  # only now: a plan that failed is asked for again
             self._stepped = None

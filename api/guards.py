@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from remat.ir import UnsupportedGraphError
-from remat.ir.capture import Capture
 from remat.ir.structure import take_tensors
+from remat.passes import Prepared
 
 from .module_state import ModuleState, module_state
 
@@ -110,6 +110,8 @@ class Guard:
     autocast: tuple[Any, ...]
     updates: bool
     """The step updates an argument in place."""
+    updates_state: bool
+    """The step updates a buffer or an argument in place."""
 
     def why_not(self, tensors: list[torch.Tensor], pattern: object) -> str:
         """Why a call is outside the guard; empty if it is inside."""
@@ -122,6 +124,10 @@ class Guard:
                 )
         if self.updates and _share_memory(tensors):
             return SHARED
+        if self.updates_state and _share_state(tensors, self.places):
+            return (
+                "an argument shares memory with a parameter or buffer, and the step updates some"
+            )
         if change := self.state.change():
             return change
         if _autocast() != self.autocast:
@@ -166,22 +172,34 @@ def _share_memory(tensors: list[torch.Tensor]) -> bool:
     return len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors)
 
 
-def make_guard(module: nn.Module, call: Call, captured: Capture, updates: bool) -> Guard:
+def _share_state(
+    tensors: list[torch.Tensor], places: tuple[tuple[Mapping[str, Any], str], ...]
+) -> bool:
+    arguments = {tensor.untyped_storage()._cdata for tensor in tensors}
+    state = [holder.get(key) for holder, key in places]
+    return any(
+        tensor.untyped_storage()._cdata in arguments
+        for tensor in state
+        if isinstance(tensor, torch.Tensor)
+    )
+
+
+def make_guard(module: nn.Module, call: Call, prepared: Prepared) -> Guard:
     """The guard of a plan that is made now, for this call.
 
     Args:
         module: the drop-in.
         call: its normalised arguments.
-        captured: what the plan was made of.
-        updates: the step updates an argument in place.
+        prepared: what is known of the step.
 
     Raises:
         UnsupportedGraphError: it does, and the arguments share memory.
     """
     tensors, pattern = take_tensors(call)
+    updates = prepared.updates_arguments()
     if updates and _share_memory(tensors):
         raise UnsupportedGraphError(f"{SHARED}, so the others change too. Pass copies instead.")
-    parameters, buffers = captured.parameters, captured.buffers
+    parameters, buffers = prepared.capture.parameters, prepared.capture.buffers
     places = [_place(module, name, "_parameters") for name in parameters]
     places += [_place(module, name, "_buffers") for name in buffers]
     state = [holder[key] for holder, key in places]
@@ -196,6 +214,7 @@ def make_guard(module: nn.Module, call: Call, captured: Capture, updates: bool) 
         state=module_state(module),
         autocast=_autocast(),
         updates=updates,
+        updates_state=prepared.updates_state(),
     )
 
 

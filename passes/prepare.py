@@ -53,6 +53,10 @@ class Prepared:
             if output.kind is OutputKind.GRADIENT and output.target in names
         )
 
+    def updates_state(self) -> bool:
+        """The step updates something in place: buffers, or arguments."""
+        return any(kind is OutputKind.MUTATION for kind, _ in self.signature.outputs)
+
     def updates_arguments(self) -> bool:
         """The step updates a tensor argument in place."""
         state = len(self.capture.parameters) + len(self.capture.buffers)
