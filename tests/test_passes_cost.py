@@ -156,5 +156,7 @@ def test_device_names_are_read_leniently(name: str, expected: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "cuda", "cuda:0", "H100 PCIe", "RTX A1000", "tpu"])
 def test_unknown_device_lists_those_that_exist(name: str) -> None:
-    with pytest.raises(ValueError, match="there are: cpu, rtx4090, a100-40gb, a100-80gb, h100"):
+    with pytest.raises(
+        ValueError, match="there are: cpu, rtx4090, a100-40gb, a100-80gb, generic-gpu, h100, h200"
+    ):
         device(name)
