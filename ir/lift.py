@@ -24,7 +24,8 @@ from .origin import origin_of
 from .trace import Phase, Role, Trace
 
 SELECTS = frozenset(
-    "argmax argmin argsort kthvalue median mode multinomial nonzero searchsorted sort topk unique".split()
+    "aminmax argmax argmin argsort bucketize cummax cummin kthvalue max median min mode multinomial "
+    "nanmedian nonzero searchsorted sort topk _unique _unique2 unique_consecutive unique_dim".split()
 )
 """Ops that choose indices from data; never repeated, so that ties cannot fall differently."""
 

@@ -13,7 +13,7 @@ This is memory liveness. (In MLIR "liveness" asks whether a value is needed at a
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from remat.ir import LOSS, Block, Graph, Instant, OutputKind, Role, Trace
+from remat.ir import LOSS, ROOT_GRADIENT, Block, Graph, Instant, OutputKind, Role, Trace
 
 from .protocol import StepProtocol
 
@@ -62,7 +62,7 @@ def holders(graph: Graph, protocol: StepProtocol, delivered: Mapping[int, int]) 
         if name == LOSS:
             held[storage] = n
         elif role is Role.TANGENT and (
-            (loss_inside and _is_root(graph, storage)) or name == "root gradient"
+            (loss_inside and _is_root(graph, storage)) or name == ROOT_GRADIENT
         ):
             held[storage] = n - 1  # `loss.backward()` keeps the gradient it starts from
     return held
