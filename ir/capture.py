@@ -81,10 +81,8 @@ class Capture:
     """Name of each buffer input."""
     arguments: int
     """Number of tensor arguments."""
-    argument_pattern: object
-    """`(args, kwargs)` with its tensors taken out; see `ir.structure`."""
     output_pattern: object
-    """The module's output with its tensors taken out."""
+    """The module's output with its tensors taken out; see `ir.structure`."""
     requires_grad: tuple[bool, ...]
     """Per output tensor: it requires a gradient in eager."""
     gradient_outputs: tuple[int, ...]
@@ -396,7 +394,6 @@ def _capture(
         parameters=state.parameter_names,
         buffers=state.buffer_names,
         arguments=len(tensors),
-        argument_pattern=pattern,
         output_pattern=output_pattern,
         requires_grad=requires_grad,
         gradient_outputs=chosen,
