@@ -6,10 +6,11 @@ from .evaluate import Evaluation, evaluate
 from .improve import drop_repetitions, prune
 from .index import forced_bytes
 from .least_peak import least_peak
-from .problem import BoundClass, Limits, Op, Problem, Solution, Status
+from .problem import FORBIDDEN, BoundClass, Limits, Op, Problem, Solution, Status
 from .windows import solve_windows
 
 __all__ = [
+    "FORBIDDEN",
     "BoundClass",
     "Evaluation",
     "Limits",

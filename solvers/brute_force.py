@@ -96,7 +96,8 @@ def _steps(problem: Problem, state: _State) -> Iterator[tuple[_Length, int, _Sta
             used = problem.resident + scratch
             used += sum(problem.sizes[s] for s in _members(now))
             used += sum(problem.sizes[s] for s in _members(now_replaced))
-            if used > problem.budget:
+            absent = 0 if again else _mask(op.absent)
+            if used > problem.budget or absent & (now | now_replaced):
                 continue
             if again:
                 yield (op.cost, 1), v, (done, now, now_replaced)

@@ -195,6 +195,7 @@ def _memory(build: _Model) -> None:
         room = problem.budget - problem.resident - op.scratch
         room -= sum(problem.sizes[s] for s in there)
         others = [(s, x) for s, x in build.s[t + 1].items() if x is not None and s not in there]
+        build.model.add_bool_and([~x for s, x in others if s in op.absent])
         build.model.add(
             cp_model.LinearExpr.weighted_sum(
                 [x for _, x in others], [problem.sizes[s] for s, _ in others]

@@ -2,7 +2,8 @@
 
 The program's ops run in order. A storage that is read and absent is recomputed then and there, with what
 that needs (lazily, as DTR does: Kirisame et al., ICLR 2021). Two things make storages absent:
-    (1) at each instant of the `Windows`, everything that they do not keep is dropped;
+    (1) at each instant of the `Windows`, everything that they do not keep is dropped, and at each op what
+        must be absent there;
     (2) while the bytes exceed the budget, the storage with the least h is dropped, where
         h = (cost to have it back) / (size · ops until it is read next);
         storages that nothing needs any more, or not before they are dropped under (1), go first.
@@ -77,6 +78,8 @@ class _Run:
         """Per op: the storages that are held until its first execution."""
         for s, held in enumerate(problem.held):
             self.freed.setdefault(held, []).append(s)
+        self.banned = frozenset(s for op in problem.ops for s in op.absent)
+        """Storages that must be absent at some op."""
         self.repeatable = [self._may_repeat(v) for v in range(len(problem.ops))]
 
     def _may_repeat(self, v: int) -> bool:
@@ -86,6 +89,8 @@ class _Run:
             return op.candidate
         if self.windows.instants:
             return any(v in again for again in self.windows.repeated)
+        if not self.banned.isdisjoint(op.writes):
+            return True
         return self.problem.sizes[op.state] < sum(self.problem.sizes[s] for s in op.writes)
 
     def first(self, t: int) -> None:
@@ -101,6 +106,9 @@ class _Run:
         self.execute(t, (), 0)
         self.now = t + 1
         op = self.problem.ops[t]
+        for s in op.absent:
+            if s in self.present:
+                self.drop(s)
         self.enqueue((*op.reads, *op.writes, *self.freed.get(t, ())))
         if instant:
             self.window = at

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from remat.ir import VerifyError
 
-from .problem import Problem
+from .problem import FORBIDDEN, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,14 @@ def evaluate(problem: Problem, schedule: Sequence[int]) -> Evaluation:
     first = _first_positions(problem, schedule)
     length = len(schedule)
     change = [0] * (length + 1)
+    banned = {s: v for v, op in enumerate(problem.ops) for s in op.absent}
+    broken: set[int] = set()
     for instance in instances(problem, schedule):
         change[instance.birth] += problem.sizes[instance.storage]
         change[instance.death + 1] -= problem.sizes[instance.storage]
+        at = first[banned[instance.storage]] if instance.storage in banned else -1
+        if instance.birth <= at <= instance.death:
+            broken.add(at)
     alive = accumulate(change[:length], initial=problem.resident)
     next(alive)
     total: list[int] = []
@@ -65,6 +70,7 @@ def evaluate(problem: Problem, schedule: Sequence[int]) -> Evaluation:
         op = problem.ops[v]
         repetition = position != first[v]
         total.append(held + op.scratch + (op.repeat_scratch if repetition else 0))
+        total[-1] += FORBIDDEN if position in broken else 0
         cost += op.cost if repetition else 0
     peak = max(total, default=problem.resident)
     at = total.index(peak) if total else -1

@@ -5,7 +5,7 @@ making because what they write could have been kept: it needs no search, only th
 execution, and never makes a schedule worse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .evaluate import Instance, evaluate, instances
 from .problem import Problem
@@ -56,8 +56,11 @@ def _sweep(problem: Problem, schedule: tuple[int, ...]) -> tuple[int, ...]:
         lives[instance.storage].append(instance)
         written[instance.birth].append(instance)
     left_out: set[int] = set()
+    banned = {s: schedule.index(v) for v, op in enumerate(problem.ops) for s in op.absent}
     for position in _repetitions(problem, schedule):
         merged = [(lives[x.storage][lives[x.storage].index(x) - 1], x) for x in written[position]]
+        if any(x.death > x.birth and _covers(before, x, banned) for before, x in merged):
+            continue
         # (last position before the extra bytes begin, bytes), the latest first
         waiting = sorted(
             (
@@ -77,6 +80,11 @@ def _sweep(problem: Problem, schedule: tuple[int, ...]) -> tuple[int, ...]:
             if x.death > x.birth:
                 before.death = max(before.death, x.death)
     return tuple(v for position, v in enumerate(schedule) if position not in left_out)
+
+
+def _covers(before: Instance, after: Instance, banned: Mapping[int, int]) -> bool:
+    """Kept from one instance to the other, the storage would be there where it must be absent."""
+    return before.birth <= banned.get(before.storage, -1) <= after.death
 
 
 def _raised(

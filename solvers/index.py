@@ -11,7 +11,7 @@ Definitions.
 
 from dataclasses import dataclass
 
-from .problem import Problem
+from .problem import FORBIDDEN, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,5 +81,7 @@ def forced_bytes(problem: Problem) -> tuple[int, ...]:
     for t, op in enumerate(problem.ops):
         running += change[t]
         extra = sum(problem.sizes[s] for s in op.reads if table.forced[s] < t)
+        if any(s in op.reads or table.forced[s] >= t >= table.writer[s] for s in op.absent):
+            extra += FORBIDDEN
         total.append(running + extra + op.scratch)
     return tuple(total)

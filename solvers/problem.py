@@ -17,7 +17,8 @@ Memory of a schedule.
         execution of v reads it (a generator state, kept so that a random op can be repeated). If v is
         executed once, it is never allocated.
     (5) Bytes while an execution of v runs = ``resident`` + sizes of the instances alive + ``scratch``
-        of v (+ ``repeat_scratch`` of v if it is not its first execution).
+        of v (+ ``repeat_scratch`` of v if it is not its first execution; + `FORBIDDEN` if it is, and an
+        instance of a storage in ``absent`` is alive).
     (6) The peak is the maximum of (5) over the schedule; a schedule is feasible if its peak is at
         most the budget. Its cost is the sum of ``cost`` over the executions that are not first.
 
@@ -26,6 +27,10 @@ The solver minimises the cost over feasible schedules. No torch, no sympy.
 
 from dataclasses import dataclass
 from enum import StrEnum
+
+FORBIDDEN = 2**60
+"""Bytes that an execution takes on top if something is alive that must be absent: more than any budget, so
+that a hard constraint needs no second notion of feasibility."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,9 @@ class Op:
     """Storage of the generator state that a repetition needs; in no other op's reads or writes."""
     repeat_scratch: int = 0
     """Further bytes held only while a second or later execution runs."""
+    absent: tuple[int, ...] = ()
+    """Storages no instance of which may be alive while it first executes, as what the user wants recomputed
+    is not during the border. Of more than 0 bytes each, and each absent from one op at most."""
 
 
 @dataclass(frozen=True, slots=True)

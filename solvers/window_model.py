@@ -12,7 +12,8 @@ Objective.
 
 Constraints.
     (1) Σ_s m_s · S[s,k] <= budget - resident - scratch(t_k),                       → _memory_rows
-        where what t_k reads or writes, and what is held until t_k, counts as if S were 1
+        where what t_k reads or writes, and what is held until t_k, counts as if S were 1;
+        S[s,k] = 0 for s in absent(t_k)
     (2) S[s,k] = 1 where s is forced beyond t_k (`index.py`, definition 3) or m_s = 0   → _residency
     (3) S[s,k] + R[w(s),k] >= 1  if a first execution in window k reads s           → _reads_of_first
     (4) R[v,k] <= S[s,k] + R[w(s),k]  for s in reads(v)                            → _reads_of_repeated
@@ -39,7 +40,7 @@ from ortools.math_opt.python import mathopt
 from remat.ir import SolverError
 
 from .index import Index
-from .problem import Problem
+from .problem import FORBIDDEN, Problem
 
 FLOOR_PERCENT = 5e-5
 """Absolute gap at which HiGHS may stop, in percent of the baseline; finer than any cost model."""
@@ -193,11 +194,12 @@ def _memory_rows(build: Build) -> None:
         free = (s for s, x in build.s[k].items() if x is None)
         there = {*op.reads, *op.writes, *held, *free}
         room = problem.budget - problem.resident - op.scratch - sum(sizes[s] for s in there)
+        room -= FORBIDDEN if there.intersection(op.absent) else 0
         row = build.model.add_linear_constraint(ub=1.0 if room > 0 else float(room))
         for s, x in build.s[k].items():
             if x is None or s in there:
                 continue
-            if sizes[s] > room:
+            if sizes[s] > room or s in op.absent:
                 x.upper_bound = 0.0
             else:
                 row.set_coefficient(x, sizes[s] / room)

@@ -19,7 +19,7 @@ def with_fraction(problem: Problem, fraction: float) -> Problem:
 
 
 def random_problem(seed: int, most_ops: int) -> Problem:
-    """A problem with every feature: several outputs, holds, states, scratch, no candidates, zeros.
+    """A problem with every feature: several outputs, holds, states, scratch, no candidates, zeros, absences.
 
     The budget lies between what a single op needs and the peak of the program, where the choices are.
     """
@@ -58,7 +58,14 @@ def random_problem(seed: int, most_ops: int) -> Problem:
         problem.resident + op.scratch + sum(sizes[s] for s in (*op.reads, *op.writes))
         for op in ops
     )
-    return replace(problem, budget=rng.randint(min(least, peak), peak))
+    problem = replace(problem, budget=rng.randint(min(least, peak), peak))
+    border = rng.randrange(n)
+    written = [
+        s for op in ops[:border] for s in op.writes if sizes[s] and s not in ops[border].reads
+    ]
+    if rng.random() < 0.3 and written:
+        ops[border] = replace(ops[border], absent=(rng.choice(written),))
+    return replace(problem, ops=tuple(ops))
 
 
 def problems(most_ops: int = 7) -> st.SearchStrategy[Problem]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from problems import chain, identity, problems, random_problem
 
 from remat.ir import VerifyError
-from remat.solvers import Op, Problem, evaluate
+from remat.solvers import FORBIDDEN, Op, Problem, evaluate
 
 
 def stepwise_bytes(problem: Problem, schedule: Sequence[int]) -> list[int]:
@@ -45,7 +45,10 @@ def stepwise_bytes(problem: Problem, schedule: Sequence[int]) -> list[int]:
         op = problem.ops[v]
         used = problem.resident + op.scratch + (op.repeat_scratch if now != first[v] else 0)
         for birth in range(now + 1):
-            used += sum(problem.sizes[s] for s in writes(birth) if alive(s, birth, now))
+            there = [s for s in writes(birth) if alive(s, birth, now)]
+            used += sum(problem.sizes[s] for s in there)
+            if now == first[v] and not set(there).isdisjoint(op.absent):
+                used += FORBIDDEN
         total.append(used)
     return total
 
