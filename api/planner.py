@@ -26,6 +26,7 @@ from remat.passes import (
     holders,
     live_ranges,
     optimizer_trace,
+    planned_for_cuda,
     planned_trace,
     prepare_step,
     profile,
@@ -137,6 +138,7 @@ def make_plan(
         forward=request.forward,
         loss_fn=request.loss_fn,
         protocol=request.protocol,
+        cuda=planned_for_cuda(request.module, request.cost_model),
     )
     clock.begin("eager trace")
     around = surroundings(request, prepared)
@@ -254,6 +256,7 @@ def _eager(request: Request, around: Surroundings) -> Trace:
             gradients_resident=request.protocol.gradients_resident,
             outputs_held=request.protocol.outputs_held,
             scratch=scratch_for(request.module),
+            cuda=planned_for_cuda(request.module, request.cost_model),
         )
     finally:  # the forward ran on fake tensors, which must stay nowhere
         put_back(state)

@@ -8,6 +8,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch._C._autograd import (
     _top_saved_tensors_default_hooks as saved_tensors_hooks,  # hooks in force, or None
 )
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._export.utils import _compiling_state_context as compiling_state
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -47,6 +48,7 @@ __all__ = [
     "TracingContext",
     "aot_export_joint_with_descriptors",
     "compiling_state",
+    "enable_python_dispatcher",
     "inductor_config",
     "keeps_graph",
     "no_dispatch",

@@ -39,6 +39,7 @@ from ._torch import (
     reparametrize,
     tracing,
 )
+from .device_kernels import cuda_kernels
 from .eager_kernels import eager_kernels
 from .errors import UnsupportedGraphError
 from .fake import Dynamic, fake_tensors
@@ -328,6 +329,7 @@ def capture(
     forward: Callable[..., Any] | None = None,
     gradient_outputs: str | tuple[int, ...] = "auto",
     dynamic: Dynamic | None = None,
+    cuda: bool = False,
 ) -> Capture:
     """Trace one training step of `module` on fake tensors.
 
@@ -338,6 +340,7 @@ def capture(
         forward: what to trace; `module.forward` if None.
         gradient_outputs: "auto", "all", or indices of output tensors; see `choose_gradient_outputs`.
         dynamic: sizes to keep symbolic, by argument name: ``{"input_ids": {0: "batch", 1: "seq"}}``.
+        cuda: trace the kernels of a CUDA device, wherever the tensors claim to be; see `device_kernels`.
 
     Raises:
         UnsupportedGraphError: no route captures it; names the user's line and what to do.
@@ -349,7 +352,13 @@ def capture(
     try:
         with _untouched(module):
             return _capture(
-                module, forward or module.forward, tensors, pattern, gradient_outputs, dynamic
+                module,
+                forward or module.forward,
+                tensors,
+                pattern,
+                gradient_outputs,
+                dynamic,
+                cuda,
             )
     except UnsupportedGraphError:
         raise
@@ -364,6 +373,7 @@ def _capture(
     pattern: object,
     gradient_outputs: str | tuple[int, ...],
     dynamic: Dynamic | None,
+    cuda: bool,
 ) -> Capture:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     state = _fake_state(module, mode)
@@ -379,6 +389,8 @@ def _capture(
         stack.enter_context(compiling_state())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(eager_kernels())
+        if cuda:
+            stack.enter_context(cuda_kernels())
         stack.enter_context(record_origins(module))
         descriptors = aot_export_joint_with_descriptors(stack, functional, tuple(fakes), {})
     assert functional.output is not None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .devices import Device, device
     from .eager import eager_trace, optimizer_trace
     from .emit import Emitted, emit_schedule, repeated_tensors, saved_tensors
-    from .prepare import Prepared, prepare_step, scratch_for
+    from .prepare import Prepared, planned_for_cuda, prepare_step, scratch_for
     from .randomness import state_bytes
     from .rewrite import Rewritten, rewrite_joint
     from .scratch import Call, Scratch, measure_scratch
@@ -30,7 +30,7 @@ _MODULES = {
     "devices": ("Device", "device"),
     "eager": ("eager_trace", "optimizer_trace"),
     "emit": ("Emitted", "emit_schedule", "repeated_tensors", "saved_tensors"),
-    "prepare": ("Prepared", "prepare_step", "scratch_for"),
+    "prepare": ("Prepared", "planned_for_cuda", "prepare_step", "scratch_for"),
     "randomness": ("state_bytes",),
     "rewrite": ("Rewritten", "rewrite_joint"),
     "scratch": ("Call", "Scratch", "measure_scratch"),
@@ -66,6 +66,7 @@ __all__ = [
     "live_ranges",
     "measure_scratch",
     "optimizer_trace",
+    "planned_for_cuda",
     "planned_trace",
     "prepare_step",
     "profile",

@@ -41,7 +41,10 @@ from remat.ir._torch import (
     DynamicOutputShapeException,
     FakeTensorMode,
     compiling_state,
+    enable_python_dispatcher,
 )
+from remat.ir.device_kernels import cuda_kernels
+from remat.ir.eager_kernels import eager_kernels
 from remat.ir.structure import loss_of, put_tensors, take_tensors
 
 from .eager_follow import LATE_STEP, Follow
@@ -69,6 +72,7 @@ def eager_trace(
     gradients_resident: bool = False,
     outputs_held: bool = False,
     scratch: ScratchOf = no_scratch,
+    cuda: bool = False,
 ) -> Trace:
     """Trace of one steady-state training step of `model` as eager runs it.
 
@@ -84,6 +88,7 @@ def eager_trace(
             is accumulated into.
         outputs_held: the caller keeps the output to the end of the step.
         scratch: bytes that kernels take inside.
+        cuda: run the kernels of a CUDA device, wherever the tensors claim to be; see `device_kernels`.
 
     Raises:
         UnsupportedGraphError: if the step depends on values that are not known.
@@ -98,7 +103,7 @@ def eager_trace(
             tensors, pattern = take_tensors((args, kwargs))
             inputs = [stage.fake(t, f"input_{i}", Role.INPUT) for i, t in enumerate(tensors)]
             arguments = put_tensors(pattern, inputs)
-            with _running(follow), state:
+            with _running(follow), state, _cuda() if cuda else nullcontext():
                 kept = _forward_backward(follow, model, arguments, loss_fn, outputs_held)
             for name, parameter in parameters:
                 if parameter.grad is not None:
@@ -175,6 +180,13 @@ def _fakes() -> Iterator[tuple[Follow, Stage]]:
 def _running(follow: Follow) -> Iterator[None]:
     """Run on fakes and record."""
     with follow.mode, follow, torch.enable_grad():
+        yield
+
+
+@contextlib.contextmanager
+def _cuda() -> Iterator[None]:
+    """Decompose composite ops as CUDA does."""
+    with enable_python_dispatcher(), eager_kernels(), cuda_kernels():
         yield
 
 

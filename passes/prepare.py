@@ -18,6 +18,7 @@ from remat.ir.canonical import canonicalize, is_backward
 from remat.ir.capture import Capture, capture, is_fake
 from remat.ir.lift import Loss, Measured, Signature, lift
 
+from .devices import device
 from .eager import ScratchOf, no_scratch
 from .outside_loss import trace_loss, used_outputs
 from .protocol import StepProtocol
@@ -76,6 +77,7 @@ def prepare_step(
     forward: Callable[..., Any] | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     protocol: StepProtocol | None = None,
+    cuda: bool = False,
 ) -> Prepared:
     """Capture one training step and lift it.
 
@@ -86,9 +88,11 @@ def prepare_step(
         forward: what to trace; the module's own if None.
         loss_fn: output to a scalar, if the loss is outside the module.
         protocol: says which outputs receive a gradient; "auto" with a loss: those that it uses.
+        cuda: trace the kernels of a CUDA device; see `planned_for_cuda`.
     """
     wanted = (protocol or StepProtocol()).gradient_outputs
-    captured = _captured(partial(capture, module, args, kwargs, forward=forward), loss_fn, wanted)
+    traced = partial(capture, module, args, kwargs, forward=forward, cuda=cuda)
+    captured = _captured(traced, loss_fn, wanted)
     signature, mutated, gradients = captured.signature()
     joint = captured.joint
     canonicalize(joint, mutated, gradients)
@@ -106,9 +110,9 @@ def prepare_step(
     border = next(node.name for node in nodes if is_backward(node))
     graph = lift(joint, signature, border=border, measured=measured, loss=loss)
     verify(graph)
-    device = next(v.device for n in nodes if isinstance(v := n.meta["val"], torch.Tensor))
+    where = next(v.device for n in nodes if isinstance(v := n.meta["val"], torch.Tensor))
     return Prepared(
-        captured, signature, border, graph, measured, loss, targets, tuple(unknown), device
+        captured, signature, border, graph, measured, loss, targets, tuple(unknown), where
     )
 
 
@@ -130,13 +134,24 @@ def _captured(
     return captured_for(gradient_outputs=used)
 
 
+def planned_for_cuda(module: nn.Module, cost_model: str) -> bool:
+    """The step is for a GPU that is not at hand: the module has no data, and the costs are a GPU's."""
+    if not _is_elsewhere(module) or cost_model in ("roofline", "timed"):
+        return False
+    return device(cost_model).name != "cpu"
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    return any(is_fake(tensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
 def scratch_for(module: nn.Module) -> ScratchOf:
     """How the scratch of a module's kernels is found.
 
     Kernels are executed on the device at hand. A module without data is planned for another machine: its
     kernels are not executed here, and their scratch is reported as unknown.
     """
-    if any(is_fake(tensor) for tensor in (*module.parameters(), *module.buffers())):
+    if _is_elsewhere(module):
         return no_scratch
 
     def measured(calls: Sequence[Call]) -> Sequence[Scratch]:

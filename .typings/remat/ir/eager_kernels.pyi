@@ -1,0 +1,1 @@
+from ir.eager_kernels import *
