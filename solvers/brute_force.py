@@ -2,9 +2,9 @@
 
 A state is (ops executed so far, storages that can be read, held first instances that a repetition has
 replaced); the last two are bit masks. From a state, any storage may be dropped for nothing, the next op
-may be executed for the first time, or an earlier candidate again at its cost, if the bytes while it runs
-fit the budget. Dijkstra's algorithm finds the cheapest way to the end; among equals, one with the fewest
-executions.
+may be executed for the first time, with or without reuse of what it reads, or an earlier candidate again
+at its cost, if the bytes while it runs fit the budget. Dijkstra's algorithm finds the cheapest way to the
+end; among equals, one with the fewest executions.
 
 It shares nothing with the other solvers but the problem: no order of recomputation, no limit on their
 number and no model of windows is assumed.
@@ -15,6 +15,7 @@ Not handled: more than `MOST_STORAGES` storages; the number of states is exponen
 import heapq
 import time
 from collections.abc import Iterator
+from itertools import product
 from typing import TypeAlias
 
 from remat.ir import SolverError
@@ -52,16 +53,17 @@ def solve_brute_force(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> Solu
         if state[0] == len(problem.ops):
             schedule = _schedule(came, state)
             peak = evaluate(problem, schedule).peak
-            return Solution(Status.OPTIMAL, schedule, length[0], peak, float(length[0]))
+            cost = length[0]
+            return Solution(Status.OPTIMAL, schedule, cost, peak, cost, problem.bound_class)
         if time.monotonic() > deadline:
-            return Solution(Status.UNKNOWN, (), 0, 0, float(length[0]))
-        for (cost, executions), v, following in _steps(problem, state):
-            reached = (length[0] + cost, length[1] + executions)
+            return Solution(Status.UNKNOWN, (), 0, 0, float(length[0]), problem.bound_class)
+        for (more, executions), v, following in _steps(problem, state):
+            reached = (length[0] + more, length[1] + executions)
             if following not in best or reached < best[following]:
                 best[following] = reached
                 came[following] = (state, v)
                 heapq.heappush(queue, (reached, following))
-    return Solution(Status.INFEASIBLE, (), 0, 0, float("inf"))
+    return Solution(Status.INFEASIBLE, (), 0, 0, float("inf"), problem.bound_class)
 
 
 def _schedule(came: dict[_State, tuple[_State, int]], state: _State) -> tuple[int, ...]:
@@ -90,8 +92,8 @@ def _steps(problem: Problem, state: _State) -> Iterator[tuple[_Length, int, _Sta
             continue
         held = [s for s in op.writes if again and problem.held[s] >= done]
         now_replaced = replaced | _mask(tuple(held))
-        for extra in (0,) if again or op.state is None else (0, 1 << op.state):
-            now = readable | _mask(op.writes) | extra
+        for extra, reused in [(0, 0)] if again else _choices(problem, state, v):
+            now = (readable & ~reused) | _mask(op.writes) | extra
             scratch = op.scratch + (op.repeat_scratch if again else 0)
             used = problem.resident + scratch
             used += sum(problem.sizes[s] for s in _members(now))
@@ -104,6 +106,15 @@ def _steps(problem: Problem, state: _State) -> Iterator[tuple[_Length, int, _Sta
             else:
                 ended = [s for s in _members(now_replaced) if problem.held[s] <= v]
                 yield (0, 1), v, (done + 1, now, now_replaced & ~_mask(tuple(ended)))
+
+
+def _choices(problem: Problem, state: _State, v: int) -> list[tuple[int, int]]:
+    """What the first execution of v may write beyond its writes, and in place of what it writes."""
+    op, (_, _, replaced) = problem.ops[v], state
+    extra = [0] if op.state is None else [0, 1 << op.state]
+    free = [a for a, _ in op.reuse if problem.held[a] <= v or replaced >> a & 1]
+    reused = map(sum, product(*((0, 1 << a) for a in free)))
+    return list(product(extra, reused))
 
 
 def _mask(storages: tuple[int, ...]) -> int:

@@ -17,6 +17,7 @@ Constraints.
     (3) S[t+1,s] <= S[t,s] + R[t,w(s)] for w(s) < t; S[t+1,state] <= S[t,state]     → _carries
     (4) Σ of what t reads, writes or is held + Σ other m_s · S[t+1,s]
         <= budget - resident - scratch(t)                                   → _memory
+        where for (a, b) in reuse(t), b counts m_b · S[t+1,a]
     (5) the same while op j is repeated in stage t, where repetitions run in program order: what was there
         or was repeated before j, and is read after it                      → _stage_memory
 
@@ -78,8 +79,8 @@ def solve_cp_sat(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> Solution:
     best = tuple(range(len(problem.ops)))
     measured = evaluate(problem, best)
     if measured.feasible:
-        return Solution(Status.OPTIMAL, best, 0, measured.peak, 0.0)
-    infeasible = Solution(Status.INFEASIBLE, (), 0, 0, float("inf"))
+        return Solution(Status.OPTIMAL, best, 0, measured.peak, 0.0, problem.bound_class)
+    infeasible = Solution(Status.INFEASIBLE, (), 0, 0, float("inf"), problem.bound_class)
     if max(forced_bytes(problem)) > problem.budget:
         return infeasible
     best = prune(problem, decode(problem, table, None, problem.budget))
@@ -116,13 +117,14 @@ def _solution(
 ) -> Solution:
     """What is known at the end."""
     if not schedule:
-        return Solution(Status.UNKNOWN, (), 0, 0, bound)
+        return Solution(Status.UNKNOWN, (), 0, 0, bound, problem.bound_class)
     schedule = drop_repetitions(problem, schedule)
     measured = evaluate(problem, schedule)
     status = Status.TIME_LIMIT if timed_out else Status.FEASIBLE
     if measured.cost - bound <= limits.gap * problem.baseline_cost + 1e-6:
         status = Status.OPTIMAL
-    return Solution(status, schedule, measured.cost, measured.peak, min(bound, measured.cost))
+    bound = min(bound, measured.cost)
+    return Solution(status, schedule, measured.cost, measured.peak, bound, problem.bound_class)
 
 
 def _solver(time_s: float) -> cp_model.CpSolver:
@@ -191,10 +193,13 @@ def _memory(build: _Model) -> None:
     problem, table = build.problem, build.table
     for t, op in enumerate(problem.ops):
         held = (s for s, last in enumerate(table.forced) if last >= t >= table.writer[s])
+        # Of a pair in reuse, b counts only if a stays.
+        moved = {a: b for a, b in op.reuse if table.forced[a] <= t and problem.sizes[a]}
         there = {*op.reads, *op.writes, *held}
         room = problem.budget - problem.resident - op.scratch
-        room -= sum(problem.sizes[s] for s in there)
-        others = [(s, x) for s, x in build.s[t + 1].items() if x is not None and s not in there]
+        room -= sum(problem.sizes[s] for s in there.difference(moved.values()))
+        fixed = there.difference(moved)
+        others = [(s, x) for s, x in build.s[t + 1].items() if x is not None and s not in fixed]
         build.model.add_bool_and([~x for s, x in others if s in op.absent])
         build.model.add(
             cp_model.LinearExpr.weighted_sum(

@@ -7,6 +7,7 @@ that needs (lazily, as DTR does: Kirisame et al., ICLR 2021). Two things make st
     (2) while the bytes exceed the budget, the storage with the least h is dropped, where
         h = (cost to have it back) / (size · ops until it is read next);
         storages that nothing needs any more, or not before they are dropped under (1), go first.
+What a first execution reads may be dropped with it, if it writes another storage in its place.
 Without windows this is an offline variant of DTR; without a budget it is the plain decoding of a plan.
 
 The bytes counted here are those of the storages present, which may be dead already, so they are never
@@ -97,7 +98,7 @@ class _Run:
         """Execute op t for the first time, then drop what the plan drops there."""
         self.now = t
         at = bisect_left(self.windows.instants, t)
-        instant = at < len(self.windows.instants) and self.windows.instants[at] == t
+        instant = self.windows.instants[at : at + 1] == (t,)
         if instant and at > 0:
             again = self.windows.repeated[at - 1]
             writer = self.table.writer
@@ -155,8 +156,13 @@ class _Run:
         new = [s for s in writes if s not in self.present]
         more = sum(sizes[s] for s in new)
         scratch = op.scratch + (op.repeat_scratch if again else 0)
+        reused = () if again else tuple(a for a, _ in op.reuse)
+        for a in reused:
+            if self.leaves(a, v):
+                self.drop(a)
         if self.budget is not None:
-            self.make_room(self.budget - more - scratch, {*pinned, *reads, *writes})
+            kept = {*pinned, *reads, *writes}.difference(reused)
+            self.make_room(self.budget - more - scratch, kept)
         if len(self.schedule) >= LONGEST[0] * len(self.problem.ops) + LONGEST[1]:
             raise _GaveUp
         self.schedule.append(v)
@@ -164,6 +170,12 @@ class _Run:
         self.present.update(dict.fromkeys(new))
         if again:
             self.enqueue((*reads, *new))
+
+    def leaves(self, s: int, t: int) -> bool:
+        """Storage s, read by the first execution of t, is absent after it."""
+        at = bisect_left(self.windows.instants, t)
+        dropped = self.windows.instants[at : at + 1] == (t,) and s not in self.windows.kept[at]
+        return self.table.need[s] <= t or (dropped and self.problem.sizes[s] > 0)
 
     def drop(self, s: int) -> None:
         """Make a storage absent, unless it is held."""

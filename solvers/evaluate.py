@@ -1,6 +1,6 @@
 """Independent evaluator: the peak and the cost of a schedule, in exact integers.
 
-It computes what `problem.py` defines under (1) to (6), from the schedule alone: every execution makes
+It computes what `problem.py` defines under (1) to (7), from the schedule alone: every execution makes
 instances, every read extends the life of the most recent one, and the sizes of the instances alive are
 added up at every execution. No solver is believed; each one's schedule ends here.
 
@@ -34,11 +34,16 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Instance:
-    """One allocation of a storage: positions in the schedule between which it is alive."""
+    """One allocation of a storage: positions in the schedule between which it is alive.
+
+    The death of one that is held to the end of the program is the length of the schedule.
+    """
 
     storage: int
     birth: int
     death: int
+    reused: bool = False
+    """The execution that follows its death reads it too, and writes another storage in its place."""
 
 
 def evaluate(problem: Problem, schedule: Sequence[int]) -> Evaluation:
@@ -53,7 +58,7 @@ def evaluate(problem: Problem, schedule: Sequence[int]) -> Evaluation:
     """
     first = _first_positions(problem, schedule)
     length = len(schedule)
-    change = [0] * (length + 1)
+    change = [0] * (length + 2)
     banned = {s: v for v, op in enumerate(problem.ops) for s in op.absent}
     broken: set[int] = set()
     for instance in instances(problem, schedule):
@@ -127,6 +132,8 @@ def instances(problem: Problem, schedule: Sequence[int]) -> list[Instance]:
     for position, v in enumerate(schedule):
         repeated[v] = repeated[v] or position != first[v]
     made: list[Instance] = []
+    read_first: list[tuple[Instance, int]] = []
+    """Instances that a first execution may reuse, and its position."""
     latest: list[Instance | None] = [None] * len(problem.sizes)
     for position, v in enumerate(schedule):
         op = problem.ops[v]
@@ -143,11 +150,16 @@ def instances(problem: Problem, schedule: Sequence[int]) -> list[Instance]:
                     f"execution {position} (op {v}) reads storage {s}, which was not written before"
                 )
             instance.death = max(instance.death, position)
+            if is_first and any(s == a for a, _ in op.reuse):
+                read_first.append((instance, position))
         for s in writes:
             new = latest[s] = Instance(s, position, position)
             made.append(new)
             if is_first:
                 new.death = max(position, _hold_end(problem, schedule, first, s))
+    for instance, position in read_first:
+        if instance.death == position:
+            instance.death, instance.reused = position - 1, True
     return made
 
 
@@ -156,4 +168,4 @@ def _hold_end(problem: Problem, schedule: Sequence[int], first: Sequence[int], s
     held = problem.held[s]
     if held < 0:
         return -1
-    return first[held] if held < len(problem.ops) else len(schedule) - 1
+    return first[held] if held < len(problem.ops) else len(schedule)

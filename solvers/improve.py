@@ -59,15 +59,11 @@ def _sweep(problem: Problem, schedule: tuple[int, ...]) -> tuple[int, ...]:
     banned = {s: schedule.index(v) for v, op in enumerate(problem.ops) for s in op.absent}
     for position in _repetitions(problem, schedule):
         merged = [(lives[x.storage][lives[x.storage].index(x) - 1], x) for x in written[position]]
-        if any(x.death > x.birth and _covers(before, x, banned) for before, x in merged):
+        if any(_is_read(x) and _covers(before, x, banned) for before, x in merged):
             continue
         # (last position before the extra bytes begin, bytes), the latest first
         waiting = sorted(
-            (
-                (before.death, problem.sizes[x.storage])
-                for before, x in merged
-                if x.death > x.birth
-            ),
+            ((before.death, problem.sizes[x.storage]) for before, x in merged if _is_read(x)),
             reverse=True,
         )
         raised = _raised(total, waiting, position, problem.budget)
@@ -77,14 +73,18 @@ def _sweep(problem: Problem, schedule: tuple[int, ...]) -> tuple[int, ...]:
         left_out.add(position)
         for before, x in merged:
             lives[x.storage].remove(x)
-            if x.death > x.birth:
-                before.death = max(before.death, x.death)
+            if _is_read(x) and x.death >= before.death:
+                before.death, before.reused = x.death, x.reused
     return tuple(v for position, v in enumerate(schedule) if position not in left_out)
 
 
 def _covers(before: Instance, after: Instance, banned: Mapping[int, int]) -> bool:
     """Kept from one instance to the other, the storage would be there where it must be absent."""
     return before.birth <= banned.get(before.storage, -1) <= after.death
+
+
+def _is_read(instance: Instance) -> bool:
+    return instance.death > instance.birth or instance.reused
 
 
 def _raised(

@@ -81,6 +81,7 @@ def forced_bytes(problem: Problem) -> tuple[int, ...]:
     for t, op in enumerate(problem.ops):
         running += change[t]
         extra = sum(problem.sizes[s] for s in op.reads if table.forced[s] < t)
+        extra -= sum(problem.sizes[b] for a, b in op.reuse if table.forced[a] <= t)
         if any(s in op.reads or table.forced[s] >= t >= table.writer[s] for s in op.absent):
             extra += FORBIDDEN
         total.append(running + extra + op.scratch)

@@ -16,10 +16,13 @@ Memory of a schedule.
     (4) ``state`` of op v is a storage that only v's first execution writes, and only if a later
         execution of v reads it (a generator state, kept so that a random op can be repeated). If v is
         executed once, it is never allocated.
-    (5) Bytes while an execution of v runs = ``resident`` + sizes of the instances alive + ``scratch``
+    (5) For each pair (a, b) in ``reuse`` of op v: if the first execution of v is the last read of the
+        instance of a that it reads, and nothing holds that instance beyond it, then b is written in place
+        of it. The life of a ends where that of b begins: the block counts once. A repetition reuses nothing.
+    (6) Bytes while an execution of v runs = ``resident`` + sizes of the instances alive + ``scratch``
         of v (+ ``repeat_scratch`` of v if it is not its first execution; + `FORBIDDEN` if it is, and an
         instance of a storage in ``absent`` is alive).
-    (6) The peak is the maximum of (5) over the schedule; a schedule is feasible if its peak is at
+    (7) The peak is the maximum of (6) over the schedule; a schedule is feasible if its peak is at
         most the budget. Its cost is the sum of ``cost`` over the executions that are not first.
 
 The solver minimises the cost over feasible schedules. No torch, no sympy.
@@ -54,6 +57,9 @@ class Op:
     absent: tuple[int, ...] = ()
     """Storages no instance of which may be alive while it first executes, as what the user wants recomputed
     is not during the border. Of more than 0 bytes each, and each absent from one op at most."""
+    reuse: tuple[tuple[int, int], ...] = ()
+    """Pairs (a, b) of storages of one size, a in reads and b in writes, each in one pair at most: b may take
+    the place of a."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,12 @@ class Problem:
         """Time of executing every op once."""
         return sum(op.cost for op in self.ops)
 
+    @property
+    def bound_class(self) -> "BoundClass":
+        """The class of programs that the schedules stand for."""
+        reuse = any(op.reuse for op in self.ops)
+        return BoundClass.FIXED_ORDER_IN_PLACE if reuse else BoundClass.FIXED_ORDER
+
 
 class Status(StrEnum):
     """What is known of a solution."""
@@ -96,6 +108,7 @@ class BoundClass(StrEnum):
     """The class of programs for which a bound holds."""
 
     FIXED_ORDER = "given order of first executions, any recomputation"
+    FIXED_ORDER_IN_PLACE = "given order of first executions, any recomputation, in-place reuse"
 
 
 @dataclass(frozen=True, slots=True)

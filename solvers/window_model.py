@@ -13,7 +13,8 @@ Objective.
 Constraints.
     (1) Σ_s m_s · S[s,k] <= budget - resident - scratch(t_k),                       → _memory_rows
         where what t_k reads or writes, and what is held until t_k, counts as if S were 1;
-        S[s,k] = 0 for s in absent(t_k)
+        S[s,k] = 0 for s in absent(t_k);
+        for a pair (a, b) in reuse(t_k), b counts m_b · S[a,k] instead: only if a stays
     (2) S[s,k] = 1 where s is forced beyond t_k (`index.py`, definition 3) or m_s = 0   → _residency
     (3) S[s,k] + R[w(s),k] >= 1  if a first execution in window k reads s           → _reads_of_first
     (4) R[v,k] <= S[s,k] + R[w(s),k]  for s in reads(v)                            → _reads_of_repeated
@@ -191,18 +192,21 @@ def _memory_rows(build: Build) -> None:
         held = (
             s for s, last in enumerate(build.table.forced) if last >= t >= build.table.writer[s]
         )
-        free = (s for s, x in build.s[k].items() if x is None)
+        free = [s for s, x in build.s[k].items() if x is None]
         there = {*op.reads, *op.writes, *held, *free}
-        room = problem.budget - problem.resident - op.scratch - sum(sizes[s] for s in there)
+        moved = {a: b for a, b in op.reuse if a not in free}
+        room = problem.budget - problem.resident - op.scratch
+        room -= sum(sizes[s] for s in there.difference(moved.values()))
         room -= FORBIDDEN if there.intersection(op.absent) else 0
         row = build.model.add_linear_constraint(ub=1.0 if room > 0 else float(room))
         for s, x in build.s[k].items():
-            if x is None or s in there:
+            if x is None or (s in there and s not in moved):
                 continue
-            if sizes[s] > room or s in op.absent:
+            size = sizes[moved.get(s, s)]
+            if size > room or s in op.absent:
                 x.upper_bound = 0.0
             else:
-                row.set_coefficient(x, sizes[s] / room)
+                row.set_coefficient(x, size / room)
 
 
 def _reads_of_first(build: Build) -> None:

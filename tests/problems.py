@@ -19,7 +19,8 @@ def with_fraction(problem: Problem, fraction: float) -> Problem:
 
 
 def random_problem(seed: int, most_ops: int) -> Problem:
-    """A problem with every feature: several outputs, holds, states, scratch, no candidates, zeros, absences.
+    """A problem with every feature: several outputs, holds, states, scratch, no candidates, zeros, absences,
+    reuse.
 
     The budget lies between what a single op needs and the peak of the program, where the choices are.
     """
@@ -37,13 +38,14 @@ def random_problem(seed: int, most_ops: int) -> Problem:
 
     for v in range(n):
         count = min(len(readable), rng.choice([1, 1, 2, 2, 3]))
+        reads = rng.sample(readable, count)
         writes: list[int] = []
         for _ in range(rng.choice([0, 1, 1, 1, 1, 1, 2, 2])):
             writes.append(storage(rng.choice([-1] * 9 + [rng.randint(v, n)])))
         ops.append(
             Op(
                 cost=rng.choice([0, *range(1, 10)]),
-                reads=tuple(sorted(rng.sample(readable, count))),
+                reads=tuple(sorted(reads)),
                 writes=tuple(writes),
                 scratch=rng.choice([0, 0, 0, 2]),
                 candidate=rng.random() < 0.85,
@@ -52,6 +54,11 @@ def random_problem(seed: int, most_ops: int) -> Problem:
             )
         )
         readable += writes
+        if rng.random() < 0.4:
+            pairs = tuple(zip(reads, writes, strict=False))[: rng.choice([1, 1, 2])]
+            for a, b in pairs:
+                sizes[b] = sizes[a]
+            ops[v] = replace(ops[v], reuse=pairs)
     problem = Problem(tuple(ops), tuple(sizes), tuple(held), rng.randint(0, 3), 0)
     peak = evaluate(problem, identity(problem)).peak
     least = max(

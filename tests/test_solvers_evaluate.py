@@ -27,6 +27,13 @@ def stepwise_bytes(problem: Problem, schedule: Sequence[int]) -> list[int]:
         kept = state is not None and position == first[v] and schedule.count(v) > 1
         return {*problem.ops[v].writes} | ({state} if kept and state is not None else set[int]())
 
+    def reused(s: int, birth: int, now: int) -> bool:
+        """Storage s is overwritten by the execution at `now`, and not just read."""
+        op = problem.ops[schedule[now]]
+        pair = now == first[schedule[now]] and s in [a for a, _ in op.reuse]
+        read = birth == max((b for b in range(now) if s in writes(b)), default=-1)
+        return pair and read and not alive(s, birth, now + 1)
+
     def alive(s: int, birth: int, now: int) -> bool:
         if birth == now:
             return True
@@ -45,7 +52,9 @@ def stepwise_bytes(problem: Problem, schedule: Sequence[int]) -> list[int]:
         op = problem.ops[v]
         used = problem.resident + op.scratch + (op.repeat_scratch if now != first[v] else 0)
         for birth in range(now + 1):
-            there = [s for s in writes(birth) if alive(s, birth, now)]
+            there = [
+                s for s in writes(birth) if alive(s, birth, now) and not reused(s, birth, now)
+            ]
             used += sum(problem.sizes[s] for s in there)
             if now == first[v] and not set(there).isdisjoint(op.absent):
                 used += FORBIDDEN
@@ -95,6 +104,19 @@ def test_keeps_the_state_only_of_a_repeated_op() -> None:
     problem = Problem(ops, (5, 3, 1, 1), (-1,) * 4, resident=10, budget=0)
     assert evaluate(problem, (0, 1, 2)).bytes == (15, 16, 16)
     assert evaluate(problem, (0, 1, 0, 2)).bytes == (18, 19, 20, 16)
+
+
+def test_a_dying_input_is_overwritten_by_a_first_execution_only() -> None:
+    ops = (Op(1, (), (0,)), Op(1, (0,), (1,), reuse=((0, 1),)), Op(1, (1,), (2,)))
+    problem = Problem(ops, (5, 5, 1), (-1,) * 3, resident=0, budget=0)
+    assert evaluate(problem, (0, 1, 2)).bytes == (5, 5, 6)
+    # Read again after op 1, storage 0 is not dying there; a repetition of op 1 takes its own place.
+    assert evaluate(problem, (0, 1, 1, 2)).bytes == (5, 10, 10, 6)
+    assert evaluate(problem, (0, 1, 0, 1, 2)).bytes == (5, 5, 5, 10, 6)
+    assert evaluate(replace(problem, held=(1, -1, -1)), (0, 1, 2)).bytes == (5, 5, 6)
+    assert evaluate(replace(problem, held=(2, -1, -1)), (0, 1, 2)).bytes == (5, 10, 11)
+    shorter = Problem(ops[:2], (5, 5), (2, -1), resident=0, budget=0)
+    assert evaluate(shorter, (0, 1)).bytes == (5, 10)
 
 
 def test_an_empty_problem_takes_the_resident_bytes() -> None:
