@@ -54,6 +54,34 @@ def decode(
     return tuple(run.schedule)
 
 
+def decode_span(
+    problem: Problem,
+    table: Index,
+    windows: Windows,
+    budget: int | None,
+    start: Iterable[int],
+) -> tuple[int, ...]:
+    """The executions after the first instant and up to the last, which is included.
+
+    Args:
+        problem: as for `decode`, likewise `table` and `budget`.
+        windows: what to drop where; it drops nothing at the first instant.
+        start: storages present after the first instant.
+    """
+    run = _Run(problem, table, windows, budget)
+    first, last = windows.instants[0], windows.instants[-1]
+    run.now, run.window = first + 1, 0
+    run.present.update(dict.fromkeys(start))
+    run.used += sum(problem.sizes[s] for s in run.present)
+    run.enqueue(run.present)
+    try:
+        for t in range(first + 1, last + 1):
+            run.first(t)
+    except _GaveUp:
+        return ()
+    return tuple(run.schedule)
+
+
 class _Run:
     """What is present while the program runs."""
 

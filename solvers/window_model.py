@@ -60,6 +60,18 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Restricts the model to what runs between its first and its last instant; the rest stays as it is."""
+
+    start: frozenset[int]
+    """Storages alive after the first instant."""
+    end: frozenset[int]
+    """Storages that must be alive after the last instant; nothing else is."""
+    ops: tuple[int, ...]
+    """Ops that may be repeated, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What one solve gave."""
 
@@ -85,6 +97,8 @@ class Build:
     """Per window: storage to its variable, None where S is fixed to 1."""
     r: list[dict[int, mathopt.Variable]] = field(default_factory=list)
     """Per window: op to its variable."""
+    span: Span | None = None
+    """None for the whole program."""
 
     @property
     def states(self) -> frozenset[int]:
@@ -93,11 +107,16 @@ class Build:
 
     def available(self, s: int, k: int) -> list[mathopt.Variable] | None:
         """The variables of which one must be 1 for s to be readable in window k; None if it is."""
-        kept = self.s[k].get(s)
-        if kept is None and s in self.s[k]:
-            return None
+        kept = self.kept(s, k)
         again = self.r[k].get(self.table.writer[s])
-        return [x for x in (kept, again) if x is not None]
+        return kept if kept is None or again is None else [*kept, again]
+
+    def kept(self, s: int, k: int) -> list[mathopt.Variable] | None:
+        """The variable that says whether s stays at instant k; none if it does not, None if it does."""
+        if s not in self.s[k]:
+            return []
+        x = self.s[k][s]
+        return None if x is None else [x]
 
     def at_most(self, x: mathopt.Variable | None, sources: list[mathopt.Variable] | None) -> None:
         """Add x <= Σ sources, where x None means 1 and sources None means no limit."""
@@ -110,15 +129,18 @@ class Build:
             row.set_coefficient(x, -1.0)
 
 
-def build_model(problem: Problem, table: Index, instants: Sequence[int]) -> Build:
+def build_model(
+    problem: Problem, table: Index, instants: Sequence[int], span: Span | None = None
+) -> Build:
     """The model at these instants, for the problem's budget.
 
     Args:
         problem: with the budget to enforce.
         table: of the same ops.
         instants: ops, ascending.
+        span: restricts it to what runs between the first and the last of them.
     """
-    build = Build(problem, table, instants)
+    build = Build(problem, table, instants, span=span)
     _residency(build)
     _repetitions(build)
     _memory_rows(build)
@@ -159,27 +181,48 @@ def solve_model(
 
 def _residency(build: Build) -> None:
     """(2) One S per storage that can matter after the instant; forced ones are fixed to 1."""
-    problem, table = build.problem, build.table
-    for t in build.instants:
+    problem, table, span = build.problem, build.table, build.span
+    storages: Sequence[int] = range(len(problem.sizes)) if span is None else _in_span(build, span)
+    for k, t in enumerate(build.instants):
         window: dict[int, mathopt.Variable | None] = {}
-        for s, size in enumerate(problem.sizes):
+        for s in storages:
             if not 0 <= table.writer[s] <= t:
                 continue
-            if not size or table.forced[s] > t:
+            if not problem.sizes[s] or table.forced[s] > t:
                 window[s] = None
+            elif span is not None and k in (0, len(build.instants) - 1):
+                if s in (span.end if k else span.start):
+                    window[s] = None
             elif table.need[s] > t:
                 window[s] = build.model.add_binary_variable()
         build.s.append(window)
 
 
+def _in_span(build: Build, span: Span) -> list[int]:
+    """Storages that can matter in a span, ascending."""
+    ops = (*span.ops, *range(build.instants[0] + 1, build.instants[-1] + 1))
+    found = {*span.start, *span.end}
+    for v in ops:
+        op = build.problem.ops[v]
+        found.update(op.writes if op.state is None else (*op.writes, op.state))
+    # Whatever takes nothing is never dropped, so it can be read wherever it was written.
+    found.update(s for v in ops for s in build.problem.ops[v].reads if not build.problem.sizes[s])
+    return sorted(found)
+
+
 def _repetitions(build: Build) -> None:
     """One R per candidate that writes something which may be absent and needed."""
+    table, span = build.table, build.span
     for k, t in enumerate(build.instants):
         window: dict[int, mathopt.Variable] = {}
-        for v, op in enumerate(build.problem.ops[: t + 1]):
-            if build.table.need_op[v] > t and any(
-                build.s[k].get(s) is not None for s in op.writes
-            ):
+        ops: Sequence[int] = range(t + 1) if span is None else span.ops
+        if span is not None and k == len(build.instants) - 1:
+            ops = ()
+        for v in ops:
+            if v > t or table.need_op[v] <= t:
+                continue
+            writes = build.problem.ops[v].writes
+            if any(table.need[s] > t and build.kept(s, k) is not None for s in writes):
                 window[v] = build.model.add_binary_variable()
         build.r.append(window)
 
@@ -188,6 +231,8 @@ def _memory_rows(build: Build) -> None:
     """(1) Bytes at each instant, divided by the room that what is there anyway leaves."""
     problem, sizes = build.problem, build.problem.sizes
     for k, t in enumerate(build.instants):
+        if build.span is not None and k in (0, len(build.instants) - 1):
+            continue  # nothing is free there
         op = problem.ops[t]
         held = (
             s for s, last in enumerate(build.table.forced) if last >= t >= build.table.writer[s]
@@ -214,6 +259,8 @@ def _reads_of_first(build: Build) -> None:
     n = len(build.problem.ops)
     for k, t in enumerate(build.instants):
         end = build.instants[k + 1] if k + 1 < len(build.instants) else n - 1
+        if build.span is not None:
+            end = min(end, build.instants[-1])
         reads = (s for op in build.problem.ops[t + 1 : end + 1] for s in op.reads)
         for s in dict.fromkeys(reads):
             if build.table.writer[s] <= t:
@@ -228,8 +275,7 @@ def _reads_of_repeated(build: Build) -> None:
             for s in op.reads:
                 build.at_most(x, build.available(s, k))
             if op.state is not None:
-                kept = build.s[k][op.state]
-                build.at_most(x, None if kept is None else [kept])
+                build.at_most(x, build.kept(op.state, k))
 
 
 def _carry_rows(build: Build) -> None:
@@ -239,8 +285,7 @@ def _carry_rows(build: Build) -> None:
             if build.table.writer[s] > build.instants[k] or not build.problem.sizes[s]:
                 continue
             if s in build.states:
-                kept = build.s[k][s]
-                build.at_most(x, None if kept is None else [kept])
+                build.at_most(x, build.kept(s, k))
             else:
                 build.at_most(x, build.available(s, k))
 
