@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from remat.ir import (
     GuardError,
     InfeasibleBudgetError,
+    PatternError,
     RematError,
     SolverError,
     UnsupportedGraphError,
@@ -34,6 +35,7 @@ _HOME = {
 __all__ = [
     "GuardError",
     "InfeasibleBudgetError",
+    "PatternError",
     "Plan",
     "RematError",
     "SolverError",

@@ -133,6 +133,7 @@ class Remat:
             protocol=replace(self.options.protocol, gradients_resident=resident),
             cost_model=self.options.device_for_cost(model),
             limits=self.options.limits,
+            patterns=self.options.patterns,
         )
         if hooked := traced_hooks(model):
             self._warn(

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from remat.passes import Plan, Tensor, profile
+from remat.passes import Patterns, Plan, Tensor, profile
 
 from .budget import in_units
 from .planner import Planned
@@ -82,6 +82,8 @@ def _rests_on(plan: Plan) -> list[str]:
         f"{'held' if protocol.outputs_held else 'dropped'} by the caller",
         f"target: {plan.device}; times by {plan.cost_model}; graph by {plan.route or 'none'}",
     ]
+    if plan.patterns != Patterns():
+        lines.append(f"demanded: {plan.patterns.named()}")
     if plan.unmeasured:
         lines.append(f"scratch not known, taken as 0: {', '.join(plan.unmeasured[:SHOWN])}")
     return lines

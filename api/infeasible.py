@@ -1,20 +1,42 @@
 """The message for a budget that no plan meets: what the least peak is, where, and what fills it."""
 
+from collections.abc import Callable
+
 from remat.ir import InfeasibleBudgetError, Phase, Role, Trace
-from remat.passes import alive_at, profile
+from remat.passes import Patterns, alive_at, profile
 
 from .budget import in_units
 
 _STATES = (Role.PARAMETER, Role.BUFFER, Role.INPUT, Role.OPTIMIZER_STATE)
 
 
-def infeasible_error(budget: int, least: int, trace: Trace) -> InfeasibleBudgetError:
+def blame(patterns: Patterns, budget: int, least_under: Callable[[Patterns], int]) -> str:
+    """Which patterns are in the way of a budget, in a sentence; empty if it cannot be met without any either.
+
+    Args:
+        patterns: what the user demands.
+        budget: bytes asked for.
+        least_under: the least peak under other patterns, bytes.
+    """
+    if patterns == Patterns() or least_under(Patterns()) > budget:
+        return ""
+    alone = [name for name, rest in patterns.each_left_out() if least_under(rest) <= budget]
+    if alone:
+        one = "it" if len(alone) == 1 else "one of them"
+        return f"In the way: {' or '.join(alone)}; without {one} a plan fits."
+    return f"In the way: {patterns.named()}; without all of them a plan fits."
+
+
+def infeasible_error(
+    budget: int, least: int, trace: Trace, blamed: str = ""
+) -> InfeasibleBudgetError:
     """Explain why `budget` cannot be met.
 
     Args:
         budget: bytes asked for.
         least: the least peak for which a plan was found, bytes.
         trace: the step of that plan.
+        blamed: which of the user's patterns are in the way; see `blame`.
     """
     found = profile(trace)
     at = found.peak_instant
@@ -34,7 +56,7 @@ def infeasible_error(budget: int, least: int, trace: Trace) -> InfeasibleBudgetE
         f"  least feasible peak: {least} bytes ({in_units(least)})\n"
         f"  reached at: {where}\n"
         f"  filled by: {filling}{scratch}\n"
-        f"{helps} A budget of '{least}B' is feasible.",
+        f"{blamed + chr(10) if blamed else ''}{helps} A budget of '{least}B' is feasible.",
         budget_bytes=budget,
         least_peak_bytes=least,
     )

@@ -1,6 +1,6 @@
 """The entry points: `optimize_checkpoints` and `plan_checkpoints`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from remat.solvers import Limits
 
 from .dropin import Remat
 from .identity import make_dropin
-from .options import Options, check, check_example
+from .options import Options, check, check_example, patterns_of
 
 LossFn = Callable[[Any], torch.Tensor]
 
@@ -29,6 +29,8 @@ def optimize_checkpoints(
     cost_model: str = "roofline",
     time_limit_s: float = 60.0,
     gap: float = 0.01,
+    save: Sequence[str] = (),
+    recompute: Sequence[str] = (),
 ) -> nn.Module:
     """A model that trains like `model`, with the peak memory of the whole step under a budget.
 
@@ -53,13 +55,18 @@ def optimize_checkpoints(
             ("a100-80gb"), or "timed" (ops are timed here).
         time_limit_s: solver time, seconds.
         gap: stop when the overhead is proven to be within this fraction of step time of the least.
+        save: patterns ``module glob::op glob`` of forward ops whose results are never computed again, such as
+            "layers.*.attn::aten.mm.default". Either part may be left out: "layers.*" is every op in these
+            modules, "::aten.mm*" these ops anywhere.
+        recompute: patterns of ops whose results are not kept from forward to backward.
 
     Returns:
         A `torch.fx.GraphModule` that is an instance of `type(model)` and shares its parameters, buffers
         and submodules. Its attribute `remat` holds plan, statistics and `explain()`.
 
     Raises:
-        InfeasibleBudgetError: no plan fits; says what would.
+        InfeasibleBudgetError: no plan fits; says what would, and names the pattern that is in the way.
+        PatternError: a pattern matches nothing, or cannot be kept.
         UnsupportedGraphError: the model cannot be captured, or does what a planned step would not repeat;
             says where and what to do.
         ValueError: a budget or option that cannot be read.
@@ -67,7 +74,7 @@ def optimize_checkpoints(
             arguments do not fit its forward.
 
     Whatever is raised, the model, its buffers, gradients and the random state are as before. Without
-    example arguments the first two are raised by the first training call. Training may raise, besides
+    example arguments the first three are raised by the first training call. Training may raise, besides
     what eager raises:
         InfeasibleBudgetError: the loop has turned out to need more than was planned for (gradients that
             are accumulated, another optimizer), and no plan fits.
@@ -75,7 +82,13 @@ def optimize_checkpoints(
     """
     limits = Limits(time_limit_s, gap)
     options = Options(
-        budget_gb, loss_fn, optimizer, protocol or StepProtocol(), cost_model, limits
+        budget_gb,
+        loss_fn,
+        optimizer,
+        protocol or StepProtocol(),
+        cost_model,
+        limits,
+        patterns_of(save, recompute),
     )
     check(options, model)
     check_example(example_args)
@@ -98,6 +111,8 @@ def plan_checkpoints(
     cost_model: str = "roofline",
     time_limit_s: float = 60.0,
     gap: float = 0.01,
+    save: Sequence[str] = (),
+    recompute: Sequence[str] = (),
 ) -> Plan:
     """The plan that `optimize_checkpoints` would run, without running it; see there.
 
@@ -114,6 +129,8 @@ def plan_checkpoints(
         cost_model=cost_model,
         time_limit_s=time_limit_s,
         gap=gap,
+        save=save,
+        recompute=recompute,
     )
     plan = vars(planned)["remat"].plan
     if plan is None:

@@ -1,7 +1,7 @@
 """The options of `optimize_checkpoints`, checked once."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from remat.passes import StepProtocol, device
+from remat.passes import Patterns, StepProtocol, device
 from remat.solvers import Limits
 
 from .budget import budget_bytes
@@ -25,6 +25,7 @@ class Options:
     protocol: StepProtocol
     cost_model: str
     limits: Limits
+    patterns: Patterns
 
     def budget_bytes(self, model: nn.Module) -> int:
         """The budget in bytes; parts of a device refer to the one the model is on."""
@@ -38,6 +39,23 @@ class Options:
         return (
             _known_or_generic(torch.cuda.get_device_name(where)) if where.type == "cuda" else "cpu"
         )
+
+
+def patterns_of(save: Sequence[str], recompute: Sequence[str]) -> Patterns:
+    """Both options as patterns.
+
+    Raises:
+        TypeError: one is no tuple or list of strings.
+        ValueError: a pattern is empty.
+    """
+    for option, given in (("save", save), ("recompute", recompute)):
+        if not isinstance(given, tuple | list) or not all(isinstance(p, str) for p in given):
+            raise TypeError(
+                f"{option} must be a tuple of patterns, such as ('layers.*::aten.mm*',), not {given!r}"
+            )
+        if not all(pattern.replace("::", "") for pattern in given):
+            raise ValueError(f"{option} holds an empty pattern; '*' is every op of the forward")
+    return Patterns(tuple(save), tuple(recompute))
 
 
 def check(options: Options, model: nn.Module) -> None:

@@ -9,16 +9,18 @@ import sympy
 import torch
 from torch import nn
 
-from remat.ir import Block, Role, SolverError, Trace
+from remat.ir import Block, PatternError, Role, SolverError, Trace
 from remat.ir.untouched import put_back, python_state
 from remat.passes import (
     Emitted,
     Index,
     Parts,
+    Patterns,
     Plan,
     Prepared,
     StepProtocol,
     costs,
+    demands,
     device,
     eager_trace,
     emit_schedule,
@@ -39,9 +41,18 @@ from remat.passes import (
     timed_costs,
     whole_step,
 )
-from remat.solvers import BoundClass, Limits, Problem, Solution, Status, least_peak, solve_windows
+from remat.solvers import (
+    FORBIDDEN,
+    BoundClass,
+    Limits,
+    Problem,
+    Solution,
+    Status,
+    least_peak,
+    solve_windows,
+)
 
-from .infeasible import infeasible_error
+from .infeasible import blame, infeasible_error
 from .optimizers import Assumed
 from .outstanding import OTHERS, left_bytes, solve_reserved
 from .program import Program, make_program
@@ -62,6 +73,7 @@ class Request:
     protocol: StepProtocol
     cost_model: str
     limits: Limits
+    patterns: Patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +139,7 @@ def make_plan(
 
     Raises:
         InfeasibleBudgetError: no plan fits; names the least peak.
+        PatternError: a pattern matches nothing, or cannot be kept.
         UnsupportedGraphError: the model cannot be captured.
     """
     clock = _Clock(report)
@@ -151,7 +164,18 @@ def make_plan(
     times = op_times(prepared, request.cost_model)
     clock.begin("least peak")
     problem, index = _formulate(request, prepared, around, times)
-    least = least_peak(problem, replace(request.limits, time_s=request.limits.time_s / 3))
+    brief = replace(request.limits, time_s=request.limits.time_s / 3)
+    least = least_peak(problem, brief)
+
+    def least_under(patterns: Patterns) -> int:
+        other, _ = _formulate(replace(request, patterns=patterns), prepared, around, times)
+        return least_peak(other, brief).peak
+
+    def blamed() -> str:
+        return blame(request.patterns, request.budget, least_under)
+
+    if least.peak >= FORBIDDEN:
+        raise PatternError(f"no budget lets a plan keep to the patterns. {blamed()}")
 
     def emitted(schedule: Sequence[int], others: int = 0) -> Emitted:
         blocks = [*around.blocks]
@@ -165,15 +189,17 @@ def make_plan(
     least_peak_bytes = max(least.peak, _optimizer_peak(prepared, request, around))
     if others:
         least_peak_bytes = profile(emitted(least.schedule, others).trace).peak
-    least_bytes = min(baseline, least_peak_bytes)
+    only_planned = bool(request.patterns.recompute)  # eager keeps what it computes
+    least_bytes = least_peak_bytes if only_planned else min(baseline, least_peak_bytes)
     beforehand = profile(eager).resident
     figures = _Figures(asked, prepared, around, baseline, beforehand, least_bytes, sum(times))
-    if request.budget >= baseline:
+    if request.budget >= baseline and not only_planned:
         clock.begin("")
         plan = _plan(figures, None, None)
         return Planned(plan, None, None, prepared, None, eager, clock.seconds)
     if request.budget < least_bytes:
-        raise infeasible_error(request.budget, least_bytes, emitted(least.schedule, others).trace)
+        trace = emitted(least.schedule, others).trace
+        raise infeasible_error(request.budget, least_bytes, trace, blamed())
     clock.begin("solve")
 
     def solve(budget: int) -> Solution:
@@ -283,6 +309,7 @@ def _formulate(
         resident=sum(resident_bytes(prepared.graph).values()) + around.bytes,
         budget=request.budget,
         state_bytes=state_bytes(str(prepared.device)),
+        demanded=demands(prepared.graph, request.patterns, request.protocol),
     )
 
 
@@ -325,6 +352,7 @@ def _plan(figures: _Figures, solution: Solution | None, emitted: Emitted | None)
         saved=saved_tensors(emitted) if emitted else (),
         recomputed=repeated_tensors(emitted) if emitted else (),
         unmeasured=prepared.unmeasured,
+        patterns=request.patterns,
     )
 
 

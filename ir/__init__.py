@@ -3,6 +3,7 @@
 from .errors import (
     GuardError,
     InfeasibleBudgetError,
+    PatternError,
     RematError,
     SolverError,
     UnsupportedGraphError,
@@ -35,6 +36,7 @@ __all__ = [
     "Op",
     "Output",
     "OutputKind",
+    "PatternError",
     "Phase",
     "RematError",
     "Role",

@@ -24,6 +24,10 @@ class InfeasibleBudgetError(RematError):
         self.least_peak_bytes = least_peak_bytes
 
 
+class PatternError(RematError):
+    """A `save` or `recompute` pattern matches nothing, or cannot be kept; names it, and what is near."""
+
+
 class SolverError(RematError):
     """A solver stopped without an answer that could be used; names the status and the limits."""
 

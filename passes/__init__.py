@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from .formulate import Index, cut_stages, formulate, resident_bytes
 from .liveness import LiveRanges, holders, live_ranges, planned_trace
 from .memory import MemoryProfile, alive_at, at_binding, profile
+from .patterns import Demands, Patterns, demands
 from .plan import Plan, Tensor
 from .protocol import StepProtocol
 from .whole_step import whole_step
@@ -41,12 +42,14 @@ _NEEDS_TORCH = {name: module for module, names in _MODULES.items() for name in n
 __all__ = [
     "Call",
     "Cost",
+    "Demands",
     "Device",
     "Emitted",
     "Index",
     "LiveRanges",
     "MemoryProfile",
     "Parts",
+    "Patterns",
     "Plan",
     "Prepared",
     "Rewritten",
@@ -58,6 +61,7 @@ __all__ = [
     "at_binding",
     "costs",
     "cut_stages",
+    "demands",
     "device",
     "eager_trace",
     "emit_schedule",

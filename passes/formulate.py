@@ -14,14 +14,18 @@ from dataclasses import dataclass
 import sympy
 
 from remat import solvers
-from remat.ir import Graph, OutputKind, Role
+from remat.ir import BORDER, Graph, OutputKind, Role
 
 from .liveness import holders
 from .memory import at_binding
+from .patterns import Demands
 from .protocol import StepProtocol
 
 STAGES = 32
 """A stage is cut when this fraction of the bytes of all gradients is pending."""
+
+NOTHING = Demands()
+"""The solver chooses freely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ def formulate(
     budget: int,
     state_bytes: int,
     binding: Mapping[sympy.Symbol, int] | None = None,
+    demanded: Demands = NOTHING,
 ) -> tuple[solvers.Problem, Index]:
     """Make the integer problem of a graph.
 
@@ -95,6 +100,7 @@ def formulate(
         budget: cap on the peak, bytes.
         state_bytes: size of a generator state on the device.
         binding: the integer of every symbol.
+        demanded: what must be saved, and what must not be.
     """
     binding = binding or {}
     ends, delivered = cut_stages(graph, binding)
@@ -108,6 +114,7 @@ def formulate(
     for storage, until in holders(graph, protocol, delivered).items():
         if storage in number:
             held[number[storage]] = position[until]
+    absent = tuple(sorted(number[s] for s in demanded.absent if sizes[number[s]]))
     ops: list[solvers.Op] = []
     origin = list(storages)
     for i in kept:
@@ -125,9 +132,10 @@ def formulate(
                 reads=tuple(sorted(reads)),
                 writes=tuple(sorted(number[s] for s in op.allocates)),
                 scratch=at_binding(op.scratch, binding),
-                candidate=not op.pinned,
+                candidate=not op.pinned and i not in demanded.saved,
                 state=state,
                 repeat_scratch=state_bytes if state is not None else 0,
+                absent=absent if op.target == BORDER else (),
             )
         )
     problem = solvers.Problem(tuple(ops), tuple(sizes), tuple(held), resident, budget)

@@ -13,6 +13,7 @@ from typing import Any
 
 from remat.solvers import BoundClass, Status
 
+from .patterns import Patterns
 from .protocol import StepProtocol
 
 
@@ -72,6 +73,8 @@ class Plan:
     """Storages made again, once for each repetition."""
     unmeasured: tuple[str, ...]
     """Ops whose scratch could not be measured here and is taken as 0."""
+    patterns: Patterns
+    """What the user demanded."""
 
     @property
     def gap(self) -> float:
@@ -103,6 +106,8 @@ class Plan:
             data[key] = tuple(Tensor(**entry) for entry in data[key])
         for key in ("steps", "stage_ends", "unmeasured"):
             data[key] = tuple(data[key])
+        patterns = data.pop("patterns")
+        data["patterns"] = Patterns(tuple(patterns["save"]), tuple(patterns["recompute"]))
         data["status"] = Status(data["status"])
         data["bound_class"] = BoundClass(data["bound_class"])
         return Plan(**data, protocol=StepProtocol(**protocol))
