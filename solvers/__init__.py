@@ -6,6 +6,7 @@ from .evaluate import Evaluation, evaluate
 from .improve import drop_repetitions, prune
 from .index import forced_bytes
 from .least_peak import least_peak
+from .order import order, permuted
 from .problem import FORBIDDEN, BoundClass, Limits, Op, Problem, Solution, Status
 from .windows import solve_windows
 
@@ -22,6 +23,8 @@ __all__ = [
     "evaluate",
     "forced_bytes",
     "least_peak",
+    "order",
+    "permuted",
     "prune",
     "solve_brute_force",
     "solve_cp_sat",
