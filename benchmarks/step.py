@@ -42,6 +42,8 @@ class Step:
     """Problem op between forward and backward."""
     blocks: tuple[tuple[int, ...], ...]
     """Problem ops of the forward of each repeated block, in order."""
+    backwards: tuple[tuple[int, ...], ...]
+    """Problem ops of the backward of each."""
     names: tuple[str, ...]
     """Name of the graph's node of each problem op."""
 
@@ -67,16 +69,23 @@ def capture_step(case: Case, device: str) -> Step:
         budget=0,
         state_bytes=state_bytes("cpu" if device == "cpu" else "cuda"),
     )
-    ops = prepared.graph.ops
+    ops = [prepared.graph.ops[op] for op in index.ops]
     border = index.ops.index(prepared.graph.border)
-    blocks: dict[str, list[int]] = {}
-    for v, op in enumerate(index.ops[:border]):
-        found = re.search(case.blocks, ops[op].module)
+    blocks: dict[str, tuple[list[int], list[int]]] = {}
+    for v, op in enumerate(ops):
+        found = re.search(case.blocks, op.module)
         if found:
-            blocks.setdefault(found.group(), []).append(v)
-    names = tuple(ops[op].name for op in index.ops)
-    parts = tuple(tuple(block) for block in blocks.values())
-    return Step(case, prepared, index, problem, border, parts, names)
+            blocks.setdefault(found.group(), ([], []))[v > border].append(v)
+    return Step(
+        case,
+        prepared,
+        index,
+        problem,
+        border,
+        tuple(tuple(forward) for forward, _ in blocks.values()),
+        tuple(tuple(backward) for _, backward in blocks.values()),
+        tuple(op.name for op in ops),
+    )
 
 
 def judge(problem: Problem, executions: Sequence[int]) -> Evaluation:

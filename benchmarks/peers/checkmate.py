@@ -10,12 +10,11 @@ The program has about n² variables, so it is given to graphs of up to a few hun
 from collections.abc import Iterator
 from dataclasses import replace
 
+from benchmarks.step import Step
 from remat.solvers import evaluate, prune
 from remat.solvers.decode import decode
 from remat.solvers.index import index
 from remat.solvers.window_model import build_model, solve_model
-
-from ..step import Step
 
 MOST_OPS = 450
 FRACTIONS = (0.8, 0.6, 0.4)

@@ -12,9 +12,8 @@ Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016: √n segments 
 from collections.abc import Iterator, Sequence
 from math import isqrt
 
+from benchmarks.step import Step
 from remat.solvers import prune
-
-from ..step import Step
 
 
 def checkpoint_blocks(step: Step) -> Iterator[tuple[str, tuple[int, ...]]]:

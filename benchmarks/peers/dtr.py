@@ -15,9 +15,8 @@ paper's own evaluation does. Online means that it looks at nothing ahead of the 
 
 from collections.abc import Iterator
 
+from benchmarks.step import Step
 from remat.solvers import Problem, evaluate
-
-from ..step import Step
 
 BUDGETS = 20
 """Budgets that are tried, between the resident bytes and the program's own peak."""

@@ -1,34 +1,34 @@
 """Rotor: the optimal checkpointing of a chain, by dynamic programming over memory.
 
 The step is read as a chain of stages: each repeated block with the ops up to the next one, what comes before
-the first, and what comes after the last. Stage l has forward and backward times uf, ub; a_l bytes go on to the
-next stage, and abar_l bytes are kept if its backward is to follow without another forward.
+the first, and what comes after the last. The forward of stage l takes uf_l; a_l bytes go on to the next
+stage, and abar_l bytes are kept if its backward is to follow without another forward.
 
-    C(s, t, m), least time of the backward of stages s..t with m bytes, input of s held:
-        C(s, s, m) = uf_s + ub_s                                                   if abar_s <= m
+    C(s, t, m), least time of forwards for the backward of stages s..t with m bytes, input of s held:
+        C(s, s, m) = uf_s                                                     if abar_s <= m
         C(s, t, m) = min of
-            uf_s + ub_s + C(s+1, t, m - abar_s)                                    ("keep all of s")
-            min over s < r <= t of  Σ_{s <= k < r} uf_k + C(r, t, m - a_{r-1}) + C(s, r-1, m)   ("keep input of r")
+            uf_s + C(s+1, t, m - abar_s)                                      "keep all of s"
+            Σ_{s <= k < r} uf_k + C(r, t, m - a_{r-1}) + C(s, r-1, m)         "keep the input of r", s < r
 
 Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, Optimal checkpointing for heterogeneous chains, 2019
-(ACM TOMS 2024). Memory is cut into 200 slots. Transient bytes inside stages are left to the evaluator: the
-dynamic program is run for every number of slots, and every program that it gives is judged.
+(ACM TOMS 2024). What backward reads is cut into 400 slots. Transient bytes inside stages are left to the
+evaluator: programs for many numbers of slots are made, and all are judged.
 
 Where the model is no chain (an encoder's output that every decoder block reads), what crosses stages is held.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.step import Step
 from remat.solvers import prune
 
-from ..step import Step
-
-SLOTS = 200
-BUDGETS = 40
+SLOTS = 400
+BUDGETS = 60
 """Numbers of slots that are tried."""
 
 
@@ -50,30 +50,26 @@ class _Chain:
 def rotor_chain(step: Step) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Optimal programs for the chain, for numbers of slots from the least that suffices to all."""
     chain = _chain(step)
-    last = len(chain.forward) - 1
-    cost, choice = _tables(chain)
-    fits = [m for m in range(SLOTS + 1) if np.isfinite(cost[0][last][m])]
-    for i in range(BUDGETS + 1) if fits else ():
-        m = fits[0] + (SLOTS - fits[0]) * i // BUDGETS
+    last, most = len(chain.forward) - 1, sum(chain.kept)
+    cost, choice = _tables(chain, most)
+    least = next(m for m in range(most + 1) if np.isfinite(cost[0][last][m]))
+    for m in sorted({least + (most - least) * i // BUDGETS for i in range(BUDGETS + 1)}):
         runs: list[int] = []
         _unroll(chain, choice, (0, last, m), step.border, runs)
-        yield f"rotor {m}/{SLOTS}", prune(step.problem, runs)
+        yield f"rotor {m / most:.2f}", prune(step.problem, runs)
 
 
 def _chain(step: Step) -> _Chain:
     ops, sizes, n = step.problem.ops, step.problem.sizes, len(step.problem.ops)
     starts = [0, *(block[0] for block in step.blocks), max(step.blocks[-1]) + 1, step.border]
-    forward = [tuple(range(a, b)) for a, b in zip(starts, starts[1:], strict=False)]
+    forward = [tuple(range(a, b)) for a, b in pairwise(starts)]
     stage = {v: i for i, part in enumerate(forward) for v in part}
     writer = {s: v for v, op in enumerate(ops) for s in op.writes}
-    # Backward goes to the earliest stage that has begun: the stages' backwards follow each other.
-    backward: list[list[int]] = [[] for _ in forward]
-    now = len(forward) - 1
-    for v in range(step.border + 1, n):
-        own = [stage[w] for s in ops[v].reads if (w := writer[s]) < step.border]
-        if own and max(own) < now and max(own) == now - 1:
-            now -= 1
-        backward[now].append(v)
+    cuts = [step.border + 1]  # where the backward of each stage begins, from the last stage on
+    for block in step.backwards[::-1]:
+        cuts.append(max(cuts[-1], min(block, default=cuts[-1])))
+    cuts += [max(cuts[-1], max(step.backwards[0], default=n - 1) + 1), n]
+    backward = [tuple(range(a, b)) for a, b in pairwise(cuts)][::-1]
     passed: list[set[int]] = [set() for _ in forward]
     kept: list[set[int]] = [set() for _ in forward]
     for v, op in enumerate(ops):
@@ -93,28 +89,30 @@ def _chain(step: Step) -> _Chain:
 
     return _Chain(
         tuple(forward),
-        tuple(tuple(part) for part in backward),
+        tuple(backward),
         tuple(sum(ops[v].cost for v in part) for part in forward),
         tuple(slots(part) for part in passed),
         tuple(slots(part | more) for part, more in zip(kept, passed, strict=True)),
     )
 
 
-def _tables(chain: _Chain) -> tuple[list[list[npt.NDArray[np.float64]]], list[list[list[int]]]]:
-    """C over all slots, for every s <= t, and what attains it: 0 keeps all of s, r > s the input of r."""
+def _tables(
+    chain: _Chain, most: int
+) -> tuple[list[list[npt.NDArray[np.float64]]], list[list[list[int]]]]:
+    """C up to `most` slots for every s <= t, and what attains it: 0 keeps all of s, r > s the input of r."""
     n = len(chain.forward)
-    never = np.full(SLOTS + 1, np.inf)
+    never = np.full(most + 1, np.inf)
     cost = [[never] * n for _ in range(n)]
-    choice: list[list[list[int]]] = [[[0] * (SLOTS + 1) for _ in range(n)] for _ in range(n)]
+    choice: list[list[list[int]]] = [[[0] * (most + 1) for _ in range(n)] for _ in range(n)]
 
     def less(table: npt.NDArray[np.float64], slots: int) -> npt.NDArray[np.float64]:
-        return np.concatenate([never[:slots], table])[: SLOTS + 1]
+        return np.concatenate([never[:slots], table])[: most + 1]
 
     before = np.concatenate([[0.0], np.cumsum(chain.time)])
     for length in range(n):
         for s in range(n - length):
             t = s + length
-            rest = cost[s + 1][t] if length else np.zeros(SLOTS + 1)
+            rest = cost[s + 1][t] if length else np.zeros(most + 1)
             options = [chain.time[s] + less(rest, chain.kept[s])]
             for r in range(s + 1, t + 1):
                 again = before[r] - before[s]

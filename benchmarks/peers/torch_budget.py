@@ -19,9 +19,8 @@ import torch
 from torch import fx
 from torch._functorch import config, partitioners
 
+from benchmarks.step import Step
 from remat.ir import OutputKind
-
-from ..step import Step
 
 SOLVERS = ("dp", "ilp", "greedy")
 BUDGETS = tuple(i / 20 for i in range(20, -1, -1))
