@@ -3,6 +3,7 @@
 from .brute_force import solve_brute_force
 from .cp_sat import solve_cp_sat
 from .evaluate import Evaluation, evaluate
+from .greedy import solve_greedy
 from .improve import drop_repetitions, prune
 from .index import forced_bytes
 from .least_peak import least_peak
@@ -28,5 +29,6 @@ __all__ = [
     "prune",
     "solve_brute_force",
     "solve_cp_sat",
+    "solve_greedy",
     "solve_windows",
 ]

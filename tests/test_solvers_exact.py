@@ -19,6 +19,7 @@ from remat.solvers import (
     least_peak,
     solve_brute_force,
     solve_cp_sat,
+    solve_greedy,
     solve_windows,
 )
 
@@ -37,7 +38,7 @@ def check(problem: Problem, found: Solution) -> None:
     assert 0 <= found.bound <= found.cost
 
 
-@pytest.mark.parametrize("solve", SOLVERS)
+@pytest.mark.parametrize("solve", [*SOLVERS, solve_greedy])
 @settings(deadline=None, max_examples=150)
 @given(problem=problems())
 def test_agrees_with_brute_force(solve: Solver, problem: Problem) -> None:
@@ -75,7 +76,7 @@ def test_cost_does_not_grow_with_the_budget(solve: Solver, problem: Problem, mor
     assert loose.status is not Status.INFEASIBLE or tight.status is not Status.OPTIMAL
 
 
-@pytest.mark.parametrize("solve", [*SOLVERS, least_peak])
+@pytest.mark.parametrize("solve", [*SOLVERS, solve_greedy, least_peak])
 @settings(deadline=None, max_examples=25)
 @given(problem=problems(10))
 def test_answers_the_same_twice(solve: Solver, problem: Problem) -> None:

@@ -1,33 +1,9 @@
 """Published graphs: known optima, and joint graphs of realistic size."""
 
-import os
-from dataclasses import replace
-from functools import cache
-from math import ceil
-from pathlib import Path
-
 import pytest
-from problems import identity
+from graphs import DENSENET, FCN8, GPT, RESNET50, graph
 
-from benchmarks.graph_files import load_graph
-from remat.solvers import Limits, Problem, Status, evaluate, least_peak, solve_windows
-
-DEFAULT = Path(__file__).resolve().parents[2] / "shared" / "data" / "graphs"
-GRAPHS = Path(os.environ.get("REMAT_GRAPHS", DEFAULT))
-FCN8 = "moccasin/fcn_8_vgg (MLSys)_32_(416, 608, 3)_train_nx.json"
-RESNET50 = "moccasin/ResNet50 (MLSys)_256_(224, 224, 3)_train_nx.json"
-GPT = "joint/gpt_L12.json"
-
-
-@cache
-def graph(name: str, fraction: float) -> Problem:
-    """The graph with a fraction of its peak as the budget."""
-    path = GRAPHS / name
-    if not path.exists():
-        pytest.skip(f"{path} is absent; set REMAT_GRAPHS")
-    problem = load_graph(path)
-    peak = evaluate(problem, identity(problem)).peak
-    return replace(problem, budget=ceil(fraction * peak))
+from remat.solvers import Limits, Status, evaluate, least_peak, solve_windows
 
 
 @pytest.mark.parametrize(
@@ -55,7 +31,7 @@ def test_reproduces_published_optima(name: str, fraction: float, percent: float)
         (GPT, 0.8, 2.25, 2.3),
         (GPT, 0.5, 10.78, 10.9),
         (GPT, 0.3, 17.3, 17.9),
-        ("dtr/dtr_tv_densenet121.json", 0.5, 12.27, 12.4),
+        (DENSENET, 0.5, 12.27, 12.4),
     ],
 )
 def test_a_large_graph_is_solved_to_half_a_point(
