@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from remat.ir import UnsupportedGraphError
-from remat.solvers import Limits, Solution, least_peak, solve_windows
+from remat.orders import Arranged, arranged, choose, least_of
+from remat.solvers import Limits, Solution, solve_windows
 from remat.solvers.greedy import solve_greedy
 
 from .peers.checkmate import checkmate
@@ -160,18 +161,19 @@ def compare(
     begin = time.perf_counter()
     step = capture_step(case, device)
     captured = time.perf_counter()
+    capture_s = captured - begin
     problem = step.problem
-    say(f"{case.name}: captured, {len(problem.ops)} ops, {captured - begin:.0f} s")
+    say(f"{case.name}: captured, {len(problem.ops)} ops, {capture_s:.0f} s")
     points = run_peers(step, say)
     begin = time.perf_counter()
-    least = least_peak(problem, limits)
+    candidates = arranged(step.prepared, step.formulated, limits)
+    least = least_of(candidates).least
     least_s = time.perf_counter() - begin
     rows: list[Row] = []
     for point in choose_peaks(points, count):
-        capped = replace(problem, budget=point.peak)
-        start = least.schedule if least.peak <= point.peak else ()
-        ours, seconds = _timed(lambda: solve_windows(capped, limits, start=start))  # noqa: B023
-        greedy, greedy_s = _timed(lambda: solve_greedy(capped, limits))  # noqa: B023
+        chosen = _under(candidates, point.peak, limits)
+        ours, seconds = _timed(_solve, chosen, limits)
+        greedy, greedy_s = _timed(solve_greedy, chosen.problem, limits)
         base = problem.baseline_cost
         rows.append(
             Row(
@@ -193,7 +195,7 @@ def compare(
         ops=len(problem.ops),
         resident=problem.resident,
         eager_peak=judge(problem, step.program).peak,
-        capture_s=captured - begin,
+        capture_s=capture_s,
         points=tuple(points),
         rows=tuple(rows),
         least=least.peak,
@@ -202,9 +204,21 @@ def compare(
     return step, comparison
 
 
-def _timed(solve: Callable[[], Solution]) -> tuple[Solution, float]:
+def _under(candidates: Sequence[Arranged], budget: int, limits: Limits) -> Arranged:
+    """The order that our planner would plan in under a budget."""
+    capped = [replace(c, problem=replace(c.problem, budget=budget)) for c in candidates]
+    return choose(capped, limits)
+
+
+def _solve(chosen: Arranged, limits: Limits) -> Solution:
+    """Our planner's plan in this order."""
+    fits = chosen.least.peak <= chosen.problem.budget
+    return solve_windows(chosen.problem, limits, start=chosen.least.schedule if fits else ())
+
+
+def _timed(solve: Callable[..., Solution], *args: Any) -> tuple[Solution, float]:
     begin = time.perf_counter()
-    return solve(), time.perf_counter() - begin
+    return solve(*args), time.perf_counter() - begin
 
 
 def _overhead(solution: Solution, base: int) -> float:

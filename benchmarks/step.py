@@ -9,9 +9,10 @@ executes them: so no peer is bound to our order.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from remat.ir import VerifyError
 from remat.passes import (
     Index,
     Prepared,
@@ -46,11 +47,17 @@ class Step:
     """Problem ops of the backward of each."""
     names: tuple[str, ...]
     """Name of the graph's node of each problem op."""
+    times: Mapping[str, int]
+    """Time of each op by its name, nanoseconds."""
 
     @property
     def program(self) -> tuple[int, ...]:
         """Every op once."""
         return tuple(range(len(self.problem.ops)))
+
+    def formulated(self, prepared: Prepared) -> tuple[Problem, Index]:
+        """The problem of the same step in another order."""
+        return _formulate(prepared, self.times)
 
 
 def capture_step(case: Case, device: str) -> Step:
@@ -61,14 +68,9 @@ def capture_step(case: Case, device: str) -> Step:
     """
     module, kwargs = make(case)
     prepared = prepare_step(module, (), kwargs, protocol=PROTOCOL, cuda=device != "cpu")
-    problem, index = formulate(
-        prepared.graph,
-        op_times(prepared, device),
-        PROTOCOL,
-        resident=sum(resident_bytes(prepared.graph).values()),
-        budget=0,
-        state_bytes=state_bytes("cpu" if device == "cpu" else "cuda"),
-    )
+    times = op_times(prepared, device)
+    by_name = {op.name: time for op, time in zip(prepared.graph.ops, times, strict=True)}
+    problem, index = _formulate(prepared, by_name)
     ops = [prepared.graph.ops[op] for op in index.ops]
     border = index.ops.index(prepared.graph.border)
     blocks: dict[str, tuple[list[int], list[int]]] = {}
@@ -85,19 +87,38 @@ def capture_step(case: Case, device: str) -> Step:
         tuple(tuple(forward) for forward, _ in blocks.values()),
         tuple(tuple(backward) for _, backward in blocks.values()),
         tuple(op.name for op in ops),
+        by_name,
     )
 
 
+def _formulate(prepared: Prepared, times: Mapping[str, int]) -> tuple[Problem, Index]:
+    return formulate(
+        prepared.graph,
+        [times.get(op.name, 0) for op in prepared.graph.ops],
+        PROTOCOL,
+        resident=sum(resident_bytes(prepared.graph).values()),
+        budget=0,
+        state_bytes=state_bytes(str(prepared.device)),
+    )
+
+
+def free(problem: Problem) -> Problem:
+    """The problem as peers see it: any op may run again, and nothing is reused in place."""
+    ops = tuple(replace(op, candidate=True, reuse=()) for op in problem.ops)
+    return replace(problem, ops=ops)
+
+
 def judge(problem: Problem, executions: Sequence[int]) -> Evaluation:
-    """Peak and cost of a program that executes the problem's ops in any order of first executions.
+    """Peak and cost of a peer's program, which executes the problem's ops in any order.
 
     Raises:
         VerifyError: the program reads something before it is written, or leaves an op out.
     """
     order = list(dict.fromkeys(executions))
     if len(order) < len(problem.ops):
-        return evaluate(problem, executions)  # raises
+        raise VerifyError(f"{len(problem.ops) - len(order)} ops are never executed")
     position = {v: i for i, v in enumerate(order)}
     held = tuple(position.get(until, until) for until in problem.held)
-    renumbered = replace(problem, ops=tuple(problem.ops[v] for v in order), held=held)
-    return evaluate(renumbered, [position[v] for v in executions])
+    peers = free(problem)
+    ops = tuple(peers.ops[v] for v in order)
+    return evaluate(replace(peers, ops=ops, held=held), [position[v] for v in executions])

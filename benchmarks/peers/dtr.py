@@ -15,7 +15,7 @@ paper's own evaluation does. Online means that it looks at nothing ahead of the 
 
 from collections.abc import Iterator
 
-from benchmarks.step import Step
+from benchmarks.step import Step, free
 from remat.solvers import Problem, evaluate
 
 BUDGETS = 20
@@ -24,7 +24,7 @@ BUDGETS = 20
 
 def dtr_greedy(step: Step) -> Iterator[tuple[str, tuple[int, ...]]]:
     """One simulated run at each budget; runs that exhaust the memory are left out."""
-    problem = step.problem
+    problem = free(step.problem)
     peak = evaluate(problem, step.program).peak
     for i in range(BUDGETS - 1, 0, -1):
         budget = problem.resident + (peak - problem.resident) * i // BUDGETS
@@ -101,18 +101,11 @@ class _Run:
             self.pinned[s] -= 1
 
     def evictable(self, s: int) -> bool:
-        """It is not in use, not held by the caller, and could be made again."""
-        op = self.problem.ops[self.writer[s]]
+        """It is not in use, and no longer held by the caller."""
         held = self.problem.held[s]
-        free = held < len(self.problem.ops) and (held < 0 or self.executed[held])
-        dead = not self.left[s] and not op.candidate
-        return (
-            s in self.present
-            and not self.pinned.get(s)
-            and free
-            and s != op.state
-            and (op.candidate or dead)
-        )
+        released = held < 0 or (held < len(self.problem.ops) and self.executed[held])
+        is_state = s == self.problem.ops[self.writer[s]].state
+        return s in self.present and not self.pinned.get(s) and released and not is_state
 
     def evict(self, s: int) -> None:
         """Free a storage."""
@@ -159,8 +152,7 @@ class _Run:
             )
             for y in near:
                 v = self.writer[y]
-                evicted = y not in self.present and self.problem.ops[v].candidate
-                if evicted and v not in seen:
+                if y not in self.present and v not in seen:
                     seen[v] = None
                     stack.append(y)
         return list(seen)

@@ -10,7 +10,6 @@ A budget below 1 may repeat random ops, for which torch 2.13 draws new numbers; 
 and keep the state for it, which flatters the peer.
 """
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +28,7 @@ BUDGETS = tuple(i / 20 for i in range(20, -1, -1))
 def torch_budgets(step: Step) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every solver at every budget; the budgets 1 and 0 do not depend on the solver."""
     capture = step.prepared.capture
-    joint = copy.deepcopy(capture.joint)
+    joint = _copy(capture.joint)
     outputs = sum(kind is not OutputKind.GRADIENT for kind, _ in step.prepared.signature.outputs)
     cuts = _Cuts(partitioners.solve_min_cut)
     saved = _Saved(partitioners.choose_saved_values_set)
@@ -53,6 +52,15 @@ def torch_budgets(step: Step) -> Iterator[tuple[str, tuple[int, ...]]]:
                 except _Known:
                     continue
                 yield name, _executions(step, *parts)
+
+
+def _copy(joint: fx.GraphModule) -> fx.GraphModule:
+    """The graph anew, nodes with the same names and values; torch marks its nodes."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in joint.graph.nodes:
+        made[node] = graph.node_copy(node, lambda n: made[n])
+    return fx.GraphModule(joint, graph)
 
 
 def _executions(step: Step, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[int, ...]:

@@ -1,0 +1,174 @@
+"""The peers' programs are what they claim, and all are judged alike."""
+
+from collections import Counter
+from itertools import islice
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.peers import torch_budget
+from benchmarks.peers.checkpoint import checkpoint_blocks, chen_sqrt
+from benchmarks.peers.dtr import _Run
+from benchmarks.peers.rotor import _Chain, _tables
+from benchmarks.real_models import Case
+from benchmarks.side_by_side import PEERS, Point, choose_peaks
+from benchmarks.step import PROTOCOL, Step, capture_step, free, judge
+from remat.ir import VerifyError
+from remat.passes import emit_schedule, profile
+from remat.solvers import evaluate
+
+Programs = dict[str, dict[str, tuple[int, ...]]]
+
+
+class Block(nn.Module):
+    """A residual block whose inside is four times as wide as its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(self.down(self.up(self.norm(x)).relu()), 0.1)
+
+
+class Model(nn.Module):
+    """Four blocks and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(32) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+CASE = Case("small", "", r"blocks\.\d+", lambda: (Model(), {"x": torch.empty(512, 32)}))
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    return capture_step(CASE, "a100-80gb")
+
+
+@pytest.fixture(scope="module")
+def programs(step: Step) -> Programs:
+    """Programs of every peer, by its name and theirs."""
+    with patch.object(torch_budget, "BUDGETS", (1.0, 0.5, 0.0)):
+        return {name: dict(peer(step)) for name, peer in PEERS}
+
+
+def test_blocks_are_found_in_both_passes(step: Step) -> None:
+    assert len(step.blocks) == len(step.backwards) == 4
+    assert max(step.blocks[-1]) < step.border < min(step.backwards[-1])
+    assert max(step.backwards[-1]) < max(step.backwards[0])
+
+
+def test_every_peer_has_programs_that_run_every_op(step: Step, programs: Programs) -> None:
+    assert all(programs.values())
+    for label, executions in (item for found in programs.values() for item in found.items()):
+        found = judge(step.problem, executions)
+        again = Counter(executions)
+        cost = sum(step.problem.ops[v].cost * (count - 1) for v, count in again.items())
+        assert len(again) == len(step.problem.ops), label
+        assert found.cost == cost, label
+        assert found.peak > step.problem.resident, label
+
+
+def test_judging_in_another_order_follows_the_definition(step: Step) -> None:
+    peak = evaluate(free(step.problem), step.program).peak
+    assert judge(step.problem, step.program).peak == peak
+    with pytest.raises(VerifyError):
+        judge(step.problem, step.program[:-1])
+    with pytest.raises(VerifyError):
+        judge(step.problem, step.program[::-1])
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_emitted_graph_has_the_peak_that_is_judged(step: Step, number: int) -> None:
+    _, executions = next(islice(checkpoint_blocks(step), number, None))
+    emitted = emit_schedule(step.prepared, step.index, executions, PROTOCOL)
+    assert profile(emitted.trace).peak == judge(step.problem, executions).peak
+
+
+def test_checkpointed_blocks_run_twice_and_keep_less(step: Step) -> None:
+    none, every, second = (judge(step.problem, x) for _, x in checkpoint_blocks(step))
+    (_, chen), *_ = chen_sqrt(step)
+    assert none.cost == 0 < second.cost < every.cost
+    assert every.peak < second.peak < none.peak
+    forward = sum(step.problem.ops[v].cost for block in step.blocks for v in block)
+    assert 0.5 * forward < every.cost <= forward
+    assert judge(step.problem, chen).cost >= every.cost
+
+
+def test_torch_saves_less_with_a_smaller_budget(step: Step, programs: Programs) -> None:
+    found = {label: judge(step.problem, x) for label, x in programs["torch budget"].items()}
+    assert "torch 1.00" in found
+    assert "torch 0.00" in found
+    least = min(found.values(), key=lambda x: x.peak)
+    assert least.peak < judge(step.problem, step.program).peak
+    assert found["torch 0.00"].cost == max(x.cost for x in found.values())
+
+
+def test_rotor_is_optimal_on_a_uniform_chain() -> None:
+    """n stages with enough memory run once; with the least, the k-th from the end runs k times."""
+    n = 5
+    chain = _Chain(((),) * n, ((),) * n, time=(1,) * n, output=(1,) * n, kept=(2,) * n)
+    cost, _ = _tables(chain, 2 * n)
+    assert cost[0][n - 1][2 * n] == n
+    assert cost[0][n - 1][3] == n * (n + 1) / 2
+    assert cost[0][n - 1][2] == float("inf")
+    assert all(a >= b for a, b in zip(cost[0][n - 1], cost[0][n - 1][1:], strict=False))
+
+
+def test_rotor_trades_time_for_memory(step: Step, programs: Programs) -> None:
+    found = [judge(step.problem, x) for x in programs["rotor"].values()]
+    assert found[-1].cost == 0
+    assert found[0].peak < found[-1].peak
+    assert found[0].cost > 0
+
+
+def test_dtr_keeps_its_budget(step: Step, programs: Programs) -> None:
+    peak = judge(step.problem, step.program).peak
+    assert _Run(free(step.problem), 2 * peak).run() == step.program
+    for label, executions in programs["DTR"].items():
+        resident = step.problem.resident
+        budget = resident + (peak - resident) * float(label.split()[-1])
+        assert judge(step.problem, executions).peak <= budget + 1
+
+
+def test_checkmate_needs_no_more_time_than_any_peer_within_its_budget(
+    step: Step, programs: Programs
+) -> None:
+    resident = step.problem.resident
+    peak = judge(step.problem, step.program).peak
+    solved = programs["Checkmate MILP"]
+    rest = [found for name, found in programs.items() if name != "Checkmate MILP"]
+    others = [judge(step.problem, x) for found in rest for x in found.values()]
+    for label, executions in solved.items():
+        budget = resident + (peak - resident) * float(label.split()[-1])
+        within = [x.cost for x in others if x.peak <= budget]
+        assert within
+        assert judge(step.problem, executions).cost <= min(within)
+
+
+def test_the_chosen_peaks_hold_the_least_of_every_peer() -> None:
+    points = [
+        Point(peer, "", peak, overhead, 0.0, ())
+        for peer, peak, overhead in [
+            ("a", 1000, 0.0),
+            ("a", 700, 0.2),
+            ("b", 900, 0.1),
+            ("b", 500, 0.4),
+            ("b", 800, 0.3),
+        ]
+    ]
+    chosen = [point.peak for point in choose_peaks(points, 2)]
+    assert chosen == sorted(chosen, reverse=True)
+    assert {700, 500} <= set(chosen)
+    assert 1000 not in chosen
