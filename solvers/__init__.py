@@ -1,6 +1,7 @@
 """The rematerialization problem as plain integers, and the solvers that share one signature."""
 
-from .brute_force import solve_brute_force
+from .any_order import any_order_bound
+from .brute_force import any_order_optimum, solve_brute_force
 from .cp_sat import solve_cp_sat
 from .evaluate import Evaluation, evaluate
 from .greedy import solve_greedy
@@ -20,6 +21,8 @@ __all__ = [
     "Problem",
     "Solution",
     "Status",
+    "any_order_bound",
+    "any_order_optimum",
     "drop_repetitions",
     "evaluate",
     "forced_bytes",

@@ -22,6 +22,7 @@ Not handled: a bound (it is 0), other orders of first executions.
 """
 
 import time
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import inf
@@ -36,7 +37,7 @@ from .timeline import Timeline
 
 EXPONENTS = (64.0, 16.0, 256.0, 4.0)
 """Two runs each."""
-MOVES = (3, 1000)
+MOVES = (8, 100)
 """Moves, per op and beyond, at which a run is given up: it moves bytes in circles."""
 HOPELESS = 2.0
 """Times the cost of the best schedule so far at which a run is given up."""
@@ -57,8 +58,23 @@ def solve_greedy(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> Solution:
     if max(forced_bytes(problem)) > problem.budget:
         return Solution(Status.INFEASIBLE, (), 0, 0, float("inf"))
     table = index(problem)
-    best, price = identity, 0.0
-    cost = inf
+    best = identity
+    for schedule in greedy_schedules(problem, table, deadline):
+        best = schedule
+    return _solution(problem, table, best, late=time.monotonic() > deadline)
+
+
+def greedy_schedules(
+    problem: Problem, table: Index, deadline: float
+) -> Iterator[tuple[int, ...]]:
+    """Feasible schedules, each cheaper than the one before; the search goes on while they are taken.
+
+    Args:
+        problem: what to solve.
+        table: of the same ops.
+        deadline: by `time.monotonic`.
+    """
+    cost, price = inf, 0.0
     for exponent in EXPONENTS:
         for start in (0.0, price):
             run = _Run(problem, table, exponent, start, deadline, cost)
@@ -68,8 +84,8 @@ def solve_greedy(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> Solution:
             schedule = drop_repetitions(problem, run.timeline.schedule())
             measured = evaluate(problem, schedule)
             if measured.feasible and measured.cost < cost:
-                best, cost = schedule, float(measured.cost)
-    return _solution(problem, table, best, late=time.monotonic() > deadline)
+                cost = float(measured.cost)
+                yield schedule
 
 
 def _solution(

@@ -109,6 +109,7 @@ class BoundClass(StrEnum):
 
     FIXED_ORDER = "given order of first executions, any recomputation"
     FIXED_ORDER_IN_PLACE = "given order of first executions, any recomputation, in-place reuse"
+    ANY_ORDER = "any order of first executions, any recomputation, in-place reuse where it is allowed"
 
 
 @dataclass(frozen=True, slots=True)
