@@ -39,9 +39,25 @@ def _figures(plan: Plan) -> list[str]:
         return [*lines, "The budget is at or above eager's peak: the step runs as it is."]
     return [
         *lines,
+        *_ledger(plan),
         f"recomputation: +{plan.overhead:.2%} of the step's predicted time, proven to be within "
         f"{plan.gap * 100:.2f} points of the least ({plan.status}; {plan.bound_class})",
     ]
+
+
+def _ledger(plan: Plan) -> list[str]:
+    if plan.ledger is None:
+        return []
+    peaks = plan.ledger
+    means = (
+        ("order", peaks.captured - peaks.ordered),
+        ("in-place reuse", peaks.ordered - peaks.in_place),
+        ("recomputation", peaks.in_place - peaks.planned),
+    )
+    gains = ", ".join(
+        f"{name} {'+' if saved < 0 else '-'}{in_units(abs(saved))}" for name, saved in means
+    )
+    return [f"from {in_units(peaks.captured)} as captured: {gains}"]
 
 
 def _peak(planned: Planned) -> list[str]:

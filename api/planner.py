@@ -54,6 +54,7 @@ from remat.solvers import (
 
 from .infeasible import blame, infeasible_error
 from .optimizers import Assumed
+from .orders import Arranged, arranged, choose, least_of, ledger
 from .outstanding import OTHERS, left_bytes, solve_reserved
 from .program import Program, make_program
 
@@ -162,14 +163,21 @@ def make_plan(
     baseline = profile(eager).peak + others * left_bytes(eager)
     clock.begin("capture")
     times = op_times(prepared, request.cost_model)
+    by_name = {op.name: time for op, time in zip(prepared.graph.ops, times, strict=True)}
     clock.begin("least peak")
-    problem, index = _formulate(request, prepared, around, times)
+
+    def formulated(step: Prepared, patterns: Patterns = request.patterns) -> tuple[Problem, Index]:
+        costs = [by_name.get(op.name, 0) for op in step.graph.ops]
+        return _formulate(replace(request, patterns=patterns), step, around, costs)
+
     brief = replace(request.limits, time_s=request.limits.time_s / 3)
-    least = least_peak(problem, brief)
+    candidates = arranged(prepared, formulated, brief)
+    tightest = least_of(candidates)
+    least = tightest.least
 
     def least_under(patterns: Patterns) -> int:
-        other, _ = _formulate(replace(request, patterns=patterns), prepared, around, times)
-        return least_peak(other, brief).peak
+        problems = [formulated(candidate.prepared, patterns)[0] for candidate in candidates]
+        return min(least_peak(problem, brief).peak for problem in problems)
 
     def blamed() -> str:
         return blame(request.patterns, request.budget, least_under)
@@ -177,18 +185,24 @@ def make_plan(
     if least.peak >= FORBIDDEN:
         raise PatternError(f"no budget lets a plan keep to the patterns. {blamed()}")
 
-    def emitted(schedule: Sequence[int], others: int = 0) -> Emitted:
+    def emitted(step: Arranged, schedule: Sequence[int], others: int = 0) -> Emitted:
         blocks = [*around.blocks]
         if others:
-            left = others * left_bytes(emitted(schedule).trace)
+            left = others * left_bytes(emitted(step, schedule).trace)
             blocks.append(Block(OTHERS, Role.ACTIVATION, sympy.Integer(left), -1, 0))
         return emit_schedule(
-            prepared, index, schedule, request.protocol, extra=blocks, optimizer=around.optimizer
+            step.prepared,
+            step.index,
+            schedule,
+            request.protocol,
+            extra=blocks,
+            optimizer=around.optimizer,
         )
 
-    least_peak_bytes = max(least.peak, _optimizer_peak(prepared, request, around))
+    optimizer_peak = _optimizer_peak(prepared, request, around)
+    least_peak_bytes = max(least.peak, optimizer_peak)
     if others:
-        least_peak_bytes = profile(emitted(least.schedule, others).trace).peak
+        least_peak_bytes = profile(emitted(tightest, least.schedule, others).trace).peak
     only_planned = bool(request.patterns.recompute)  # eager keeps what it computes
     least_bytes = least_peak_bytes if only_planned else min(baseline, least_peak_bytes)
     beforehand = profile(eager).resident
@@ -198,22 +212,29 @@ def make_plan(
         plan = _plan(figures, None, None)
         return Planned(plan, None, None, prepared, None, eager, clock.seconds)
     if request.budget < least_bytes:
-        trace = emitted(least.schedule, others).trace
+        trace = emitted(tightest, least.schedule, others).trace
         raise infeasible_error(request.budget, least_bytes, trace, blamed())
     clock.begin("solve")
+    chosen = tightest if others else choose(candidates, brief)
 
     def solve(budget: int) -> Solution:
-        capped = replace(problem, budget=budget)
-        return solve_windows(capped, request.limits, start=least.schedule)
+        capped = replace(chosen.problem, budget=budget)
+        return solve_windows(capped, request.limits, start=chosen.least.schedule)
 
     def left(solution: Solution) -> int:
-        return others * left_bytes(emitted(solution.schedule).trace)
+        return others * left_bytes(emitted(chosen, solution.schedule).trace)
 
     budget = request.budget
-    solution = solve_reserved(solve, left, least, budget) if others else solve(budget)
+    solution = solve_reserved(solve, left, chosen.least, budget) if others else solve(budget)
     clock.begin("rewrite")
-    best = emitted(solution.schedule, others)
+    best = emitted(chosen, solution.schedule, others)
+    beside = left(solution) if others else 0
     plan = _plan(figures, solution, best)
+    plan = replace(
+        plan,
+        reordered=chosen.changed,
+        ledger=ledger(candidates[0], chosen, plan.peak_bytes, optimizer_peak, beside),
+    )
     if plan.peak_bytes > request.budget:
         raise SolverError(
             f"the rewritten step peaks at {plan.peak_bytes} bytes, over the budget of "
@@ -347,12 +368,14 @@ def _plan(figures: _Figures, solution: Solution | None, emitted: Emitted | None)
         step_time_ns=figures.step_time_ns,
         overhead=solution.cost / base if solution else 0.0,
         lower_bound=max(0.0, solution.bound) / base if solution else 0.0,
-        bound_class=BoundClass.FIXED_ORDER,
+        bound_class=solution.bound_class if solution else BoundClass.FIXED_ORDER,
         status=solution.status if solution else Status.OPTIMAL,
         saved=saved_tensors(emitted) if emitted else (),
         recomputed=repeated_tensors(emitted) if emitted else (),
         unmeasured=prepared.unmeasured,
         patterns=request.patterns,
+        reordered=False,
+        ledger=None,
     )
 
 

@@ -11,7 +11,7 @@ from .formulate import Index, cut_stages, formulate, resident_bytes
 from .liveness import LiveRanges, holders, live_ranges, planned_trace
 from .memory import MemoryProfile, alive_at, at_binding, profile
 from .patterns import Demands, Patterns, demands
-from .plan import Plan, Tensor
+from .plan import Ledger, Plan, Tensor
 from .protocol import StepProtocol
 from .whole_step import whole_step
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .emit import Emitted, emit_schedule, repeated_tensors, saved_tensors
     from .prepare import Prepared, planned_for_cuda, prepare_step, scratch_for
     from .randomness import state_bytes
+    from .reorder import find_order, must_precede, reorder_step
     from .rewrite import Rewritten, rewrite_joint
     from .scratch import Call, Scratch, measure_scratch
     from .split import Parts, Stage, split_joint
@@ -33,6 +34,7 @@ _MODULES = {
     "emit": ("Emitted", "emit_schedule", "repeated_tensors", "saved_tensors"),
     "prepare": ("Prepared", "planned_for_cuda", "prepare_step", "scratch_for"),
     "randomness": ("state_bytes",),
+    "reorder": ("find_order", "must_precede", "reorder_step"),
     "rewrite": ("Rewritten", "rewrite_joint"),
     "scratch": ("Call", "Scratch", "measure_scratch"),
     "split": ("Parts", "Stage", "split_joint"),
@@ -46,6 +48,7 @@ __all__ = [
     "Device",
     "Emitted",
     "Index",
+    "Ledger",
     "LiveRanges",
     "MemoryProfile",
     "Parts",
@@ -65,15 +68,18 @@ __all__ = [
     "device",
     "eager_trace",
     "emit_schedule",
+    "find_order",
     "formulate",
     "holders",
     "live_ranges",
     "measure_scratch",
+    "must_precede",
     "optimizer_trace",
     "planned_for_cuda",
     "planned_trace",
     "prepare_step",
     "profile",
+    "reorder_step",
     "repeated_tensors",
     "resident_bytes",
     "rewrite_joint",

@@ -31,6 +31,20 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Ledger:
+    """Peaks of the whole step, bytes, each with one more means than the one before."""
+
+    captured: int
+    """The captured program as it is."""
+    ordered: int
+    """In the plan's order of first executions."""
+    in_place: int
+    """With results written in place of inputs that die."""
+    planned: int
+    """With the plan's recomputation."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A program for one training step, under a budget."""
 
@@ -75,6 +89,10 @@ class Plan:
     """Ops whose scratch could not be measured here and is taken as 0."""
     patterns: Patterns
     """What the user demanded."""
+    reordered: bool
+    """First executions are not in the order in which the step was captured."""
+    ledger: Ledger | None
+    """What brought the peak down; None if the model runs as it is."""
 
     @property
     def gap(self) -> float:
@@ -108,6 +126,7 @@ class Plan:
             data[key] = tuple(data[key])
         patterns = data.pop("patterns")
         data["patterns"] = Patterns(tuple(patterns["save"]), tuple(patterns["recompute"]))
+        data["ledger"] = Ledger(**data["ledger"]) if data["ledger"] else None
         data["status"] = Status(data["status"])
         data["bound_class"] = BoundClass(data["bound_class"])
         return Plan(**data, protocol=StepProtocol(**protocol))

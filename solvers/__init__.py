@@ -9,6 +9,7 @@ from .improve import drop_repetitions, prune
 from .index import forced_bytes
 from .least_peak import least_peak
 from .order import order, permuted
+from .peak_bound import peak_bound
 from .problem import FORBIDDEN, BoundClass, Limits, Op, Problem, Solution, Status
 from .windows import solve_windows
 
@@ -28,6 +29,7 @@ __all__ = [
     "forced_bytes",
     "least_peak",
     "order",
+    "peak_bound",
     "permuted",
     "prune",
     "solve_brute_force",
