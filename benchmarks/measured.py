@@ -17,16 +17,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config
 
 from remat import InfeasibleBudgetError, StepProtocol, measure_peak, optimize_checkpoints
 
-Batch = Mapping[str, Tensor]
+Batch = Mapping[str, Any]
 
 
 @dataclass
@@ -45,7 +48,7 @@ class Run:
 def make_model() -> nn.Module:
     """The same weights every time."""
     torch.manual_seed(0)
-    model = hf.GPT2LMHeadModel(
+    model: nn.Module = hf.GPT2LMHeadModel(
         hf.GPT2Config(
             vocab_size=2048,
             n_embd=128,
@@ -59,7 +62,7 @@ def make_model() -> nn.Module:
     return model.train()
 
 
-def make_batch() -> dict[str, Tensor]:
+def make_batch() -> dict[str, Any]:
     """Four sequences of 256 tokens."""
     ids = torch.randint(2, 2048, (4, 256), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids, "use_cache": False}
@@ -160,14 +163,11 @@ def main() -> int:
     parser.add_argument("--budgets", default="0.5,0.1", help="of torch, comma-separated")
     arguments = parser.parse_args()
     batch = make_batch()
-    torch._dynamo.config.recompile_limit = 64
+    dynamo_config.recompile_limit = 64
     runs = [eager(batch)]
     runs[0].peak = measure_peak(runs[0].step)
-    peers = [lambda: checkpointed(batch)]
-    peers += [
-        lambda b=float(text): torch_budget(batch, b)  # type: ignore[misc]
-        for text in arguments.budgets.split(",")
-    ]
+    peers = [partial(checkpointed, batch)]
+    peers += [partial(torch_budget, batch, float(x)) for x in arguments.budgets.split(",")]
     for make_peer in peers:
         peer = make_peer()
         peer.peak = measure_peak(peer.step)

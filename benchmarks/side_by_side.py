@@ -22,8 +22,7 @@ from typing import Any
 
 from remat.ir import UnsupportedGraphError
 from remat.orders import Arranged, arranged, choose, least_of
-from remat.solvers import Limits, Solution, solve_windows
-from remat.solvers.greedy import solve_greedy
+from remat.solvers import Limits, Solution, solve_greedy, solve_windows
 
 from .peers.checkmate import checkmate
 from .peers.checkpoint import checkpoint_blocks, chen_sqrt
@@ -171,9 +170,8 @@ def compare(
     least_s = time.perf_counter() - begin
     rows: list[Row] = []
     for point in choose_peaks(points, count):
-        chosen = _under(candidates, point.peak, limits)
-        ours, seconds = _timed(_solve, chosen, limits)
-        greedy, greedy_s = _timed(solve_greedy, chosen.problem, limits)
+        ours, seconds = _timed(_plan, candidates, point.peak, limits)
+        greedy, greedy_s = _timed(_greedy, candidates, point.peak, limits)
         base = problem.baseline_cost
         rows.append(
             Row(
@@ -204,16 +202,21 @@ def compare(
     return step, comparison
 
 
-def _under(candidates: Sequence[Arranged], budget: int, limits: Limits) -> Arranged:
-    """The order that our planner would plan in under a budget."""
-    capped = [replace(c, problem=replace(c.problem, budget=budget)) for c in candidates]
-    return choose(capped, limits)
-
-
-def _solve(chosen: Arranged, limits: Limits) -> Solution:
-    """Our planner's plan in this order."""
-    fits = chosen.least.peak <= chosen.problem.budget
+def _plan(candidates: Sequence[Arranged], budget: int, limits: Limits) -> Solution:
+    """What our planner plans under a budget, in the order that it chooses."""
+    chosen = choose(_capped(candidates, budget), limits)
+    fits = chosen.least.peak <= budget
     return solve_windows(chosen.problem, limits, start=chosen.least.schedule if fits else ())
+
+
+def _greedy(candidates: Sequence[Arranged], budget: int, limits: Limits) -> Solution:
+    """The cheapest of our greedy's answers in any of the orders."""
+    found = [solve_greedy(c.problem, limits) for c in _capped(candidates, budget)]
+    return min(found, key=lambda solution: (not solution.schedule, solution.cost))
+
+
+def _capped(candidates: Sequence[Arranged], budget: int) -> list[Arranged]:
+    return [replace(c, problem=replace(c.problem, budget=budget)) for c in candidates]
 
 
 def _timed(solve: Callable[..., Solution], *args: Any) -> tuple[Solution, float]:

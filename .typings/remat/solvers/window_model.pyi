@@ -1,0 +1,1 @@
+from solvers.window_model import *
