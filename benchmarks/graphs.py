@@ -22,9 +22,7 @@ from remat.solvers import Limits, Problem, evaluate, solve_windows
 from .graph_files import load_graph
 
 
-def lines(
-    folder: Path, fractions: Sequence[Fraction], limits: Limits
-) -> Iterator[dict[str, Any]]:
+def lines(folder: Path, fractions: Sequence[Fraction], limits: Limits) -> Iterator[dict[str, Any]]:
     """One result for each graph and fraction, in the order of the file names.
 
     Raises:
@@ -73,7 +71,9 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="a folder of *.json graphs, or one such file")
     parser.add_argument("--fractions", default=".9,.8", help="of the graph's own peak")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each solve")
-    parser.add_argument("--gap", type=float, default=0.0, help="stop at this gap (0.001: 0.1 points)")
+    parser.add_argument(
+        "--gap", type=float, default=0.0, help="stop at this gap (0.001: 0.1 points)"
+    )
     arguments = parser.parse_args()
     try:
         fractions = [Fraction(text) for text in arguments.fractions.split(",")]

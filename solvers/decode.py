@@ -17,6 +17,7 @@ less than the evaluator's, except where a held instance is doubled by a repetiti
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from math import inf
 
 from .index import Index
 from .problem import Problem
@@ -30,12 +31,16 @@ FARTHEST = 64
 """Absent ancestors that are looked at when the cost to have a storage back is estimated."""
 
 
-class _GaveUp(Exception):
+class GaveUp(Exception):
     """The budget cannot be kept by this run."""
 
 
 def decode(
-    problem: Problem, table: Index, windows: Windows | None, budget: int | None
+    problem: Problem,
+    table: Index,
+    windows: Windows | None,
+    budget: int | None,
+    most: float = inf,
 ) -> tuple[int, ...]:
     """The schedule of such a run; empty if it cannot keep the budget.
 
@@ -44,12 +49,14 @@ def decode(
         table: of the same ops.
         windows: what to drop where; None to drop for the budget alone.
         budget: bytes, None for no limit.
+        most: cost of the repetitions at which the run is given up.
     """
-    run = _Run(problem, table, windows, budget)
+    run = Run(problem, table, windows, budget)
+    run.left = most
     try:
         for t in range(len(problem.ops)):
             run.first(t)
-    except _GaveUp:
+    except GaveUp:
         return ()
     return tuple(run.schedule)
 
@@ -60,15 +67,20 @@ def decode_span(
     windows: Windows,
     budget: int | None,
     start: Iterable[int],
+    most: float = inf,
 ) -> tuple[int, ...]:
     """The executions after the first instant and up to the last, which is included.
 
     Args:
-        problem: as for `decode`, likewise `table` and `budget`.
+        problem: the ops and sizes.
+        table: of the same ops.
+        budget: bytes, None for no limit.
         windows: what to drop where; it drops nothing at the first instant.
         start: storages present after the first instant.
+        most: as for `decode`.
     """
-    run = _Run(problem, table, windows, budget)
+    run = Run(problem, table, windows, budget)
+    run.left = most
     first, last = windows.instants[0], windows.instants[-1]
     run.now, run.window = first + 1, 0
     run.present.update(dict.fromkeys(start))
@@ -77,17 +89,18 @@ def decode_span(
     try:
         for t in range(first + 1, last + 1):
             run.first(t)
-    except _GaveUp:
+    except GaveUp:
         return ()
     return tuple(run.schedule)
 
 
-class _Run:
+class Run:
     """What is present while the program runs."""
 
     def __init__(
         self, problem: Problem, table: Index, windows: Windows | None, budget: int | None
     ) -> None:
+        """Nothing has been executed; the arguments are those of `decode`."""
         self.problem = problem
         self.table = table
         self.windows = windows or Windows((), (), ())
@@ -97,6 +110,8 @@ class _Run:
         """Storages; a dict, because it keeps the order in which they were written."""
         self.used = problem.resident
         """Bytes of the storages present, and the resident ones."""
+        self.left: float = inf
+        """Cost of further repetitions at which the run is given up."""
         self.now = 0
         """Op whose first execution runs or comes next."""
         self.window = -1
@@ -154,14 +169,14 @@ class _Run:
         if not absent:
             return
         if depth > DEEPEST:
-            raise _GaveUp
+            raise GaveUp
         ops: set[int] = set()
         while absent:
             v = self.table.writer[absent.pop()]
             if v in ops:
                 continue
             if not self.repeatable[v]:
-                raise _GaveUp
+                raise GaveUp
             ops.add(v)
             absent += [s for s in self._reads_again(v) if s not in self.present]
         pins = (*pinned, *wanted)
@@ -191,8 +206,9 @@ class _Run:
         if self.budget is not None:
             kept = {*pinned, *reads, *writes}.difference(reused)
             self.make_room(self.budget - more - scratch, kept)
-        if len(self.schedule) >= LONGEST[0] * len(self.problem.ops) + LONGEST[1]:
-            raise _GaveUp
+        self.left -= op.cost if again else 0
+        if self.left < 0 or len(self.schedule) >= LONGEST[0] * len(self.problem.ops) + LONGEST[1]:
+            raise GaveUp
         self.schedule.append(v)
         self.used += more
         self.present.update(dict.fromkeys(new))
@@ -224,7 +240,7 @@ class _Run:
         aside: list[tuple[float, int]] = []
         while self.used > room:
             if not self.queue:
-                raise _GaveUp
+                raise GaveUp
             queued, s = heappop(self.queue)
             if s not in self.present:
                 continue

@@ -12,7 +12,7 @@ With a large exponent only the worst execution counts, with a small one a long l
 
 Then every repetition that is no longer worth making is left out (`improve.drop_repetitions`). All of it is
 run twice per exponent, first from a price of 0, so that everything is kept that can be, then from the price
-at which the last run ended; the cheapest schedule is returned.
+at which the last run ended. Then parts of the cheapest schedule are done again, as long as that helps.
 
 Ancestors: XLA's HloRematerialization walks the schedule and picks by bytes freed per cost; DTR (Kirisame et
 al., ICLR 2021) evicts online. This one looks at the whole schedule, measures the exact bytes after every
@@ -24,7 +24,7 @@ Not handled: a bound (it is 0), other orders of first executions.
 import time
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, product
 from math import inf
 
 from .decode import decode
@@ -35,8 +35,10 @@ from .index import Index, forced_bytes, index
 from .problem import DEFAULT_LIMITS, Limits, Problem, Solution, Status
 from .timeline import Timeline
 
-EXPONENTS = (64.0, 16.0, 256.0, 4.0)
+EXPONENTS = (64.0, 16.0, 4.0, 256.0)
 """Two runs each."""
+PARTS = (2, 4)
+"""Parts of the schedule that are done again, one after the other."""
 MOVES = (8, 100)
 """Moves, per op and beyond, at which a run is given up: it moves bytes in circles."""
 HOPELESS = 2.0
@@ -64,9 +66,7 @@ def solve_greedy(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> Solution:
     return _solution(problem, table, best, late=time.monotonic() > deadline)
 
 
-def greedy_schedules(
-    problem: Problem, table: Index, deadline: float
-) -> Iterator[tuple[int, ...]]:
+def greedy_schedules(problem: Problem, table: Index, deadline: float) -> Iterator[tuple[int, ...]]:
     """Feasible schedules, each cheaper than the one before; the search goes on while they are taken.
 
     Args:
@@ -74,18 +74,48 @@ def greedy_schedules(
         table: of the same ops.
         deadline: by `time.monotonic`.
     """
-    cost, price = inf, 0.0
+    identity = tuple(range(len(problem.ops)))
+    best, cost, price = identity, inf, 0.0
     for exponent in EXPONENTS:
         for start in (0.0, price):
-            run = _Run(problem, table, exponent, start, deadline, cost)
-            if not run.fits():
-                continue
-            price = run.price
-            schedule = drop_repetitions(problem, run.timeline.schedule())
-            measured = evaluate(problem, schedule)
-            if measured.feasible and measured.cost < cost:
-                cost = float(measured.cost)
+            run = _Run(problem, table, exponent, start, deadline, cost, identity)
+            schedule, found = run.schedule()
+            price = run.price if schedule else price
+            if found < cost:
+                best, cost = schedule, found
                 yield schedule
+    if best != identity:
+        yield from redone(problem, table, best, deadline)
+
+
+def redone(
+    problem: Problem, table: Index, schedule: tuple[int, ...], deadline: float
+) -> Iterator[tuple[int, ...]]:
+    """Cheaper and cheaper schedules: a part of the repetitions is left out, and made up for.
+
+    This is iterated greedy (Ruiz & Stützle, EJOR 2007) without randomness. It ends when no part can be done
+    better.
+
+    Args:
+        problem: what to solve.
+        table: of the same ops.
+        schedule: where to start from; by any solver.
+        deadline: by `time.monotonic`.
+    """
+    cost, price = float(evaluate(problem, schedule).cost), 0.0
+    for parts in PARTS:
+        improved = True
+        while improved:
+            improved = False
+            for part, exponent in product(range(parts), EXPONENTS[:2]):
+                for start in (0.0, price):
+                    run = _Run(problem, table, exponent, start, deadline, cost, schedule)
+                    run.leave_out(part, parts)
+                    again, found = run.schedule()
+                    price = run.price if again else price
+                    if found < cost:
+                        schedule, cost, improved = again, found, True
+                        yield schedule
 
 
 def _solution(
@@ -117,15 +147,33 @@ class _Run:
         price: float,
         deadline: float,
         known: float,
+        schedule: tuple[int, ...],
     ) -> None:
         self.problem = problem
         self.table = table
         self.exponent = exponent
         self.price = price
         self.deadline = deadline
-        self.timeline = Timeline(problem)
+        self.timeline = Timeline(problem, schedule)
         self.left = MOVES[0] * len(problem.ops) + MOVES[1]
         self.cost_left = HOPELESS * known
+
+    def leave_out(self, part: int, parts: int) -> None:
+        """Take out the repetitions of one of several parts of the schedule."""
+        repeated = [x for x in self.timeline.order if not x.first]
+        for x in repeated[part * len(repeated) // parts : (part + 1) * len(repeated) // parts]:
+            self.timeline.remove(x)
+        self.cost_left -= sum(
+            self.problem.ops[x.op].cost for x in self.timeline.order if not x.first
+        )
+
+    def schedule(self) -> tuple[tuple[int, ...], float]:
+        """The schedule that it comes to, and its cost; infinite if that does not fit."""
+        if not self.fits():
+            return (), inf
+        schedule = drop_repetitions(self.problem, self.timeline.schedule())
+        measured = evaluate(self.problem, schedule)
+        return schedule, float(measured.cost) if measured.feasible else inf
 
     def fits(self) -> bool:
         """Relieve the worst execution until there is none; False if one cannot be."""

@@ -156,6 +156,7 @@ def solve_model(
     gap: float,
     nodes: int,
     time_s: float,
+    loose: float = 0.0,
 ) -> Answer:
     """Minimise the cost of the repetitions.
 
@@ -164,6 +165,7 @@ def solve_model(
         gap: absolute gap at which to stop, as a fraction of the baseline cost.
         nodes: most branch-and-bound nodes.
         time_s: wall clock, seconds.
+        loose: relative gap at which to stop.
     """
     scale = 100.0 / max(build.problem.baseline_cost, 1)
     for window in build.r:
@@ -173,7 +175,7 @@ def solve_model(
         time_limit=datetime.timedelta(seconds=max(time_s, 0.01)),
         node_limit=nodes,
         absolute_gap_tolerance=max(100.0 * gap, FLOOR_PERCENT),
-        relative_gap_tolerance=0.0,
+        relative_gap_tolerance=loose,
     )
     result = mathopt.solve(build.model, mathopt.SolverType.HIGHS, params=parameters)
     return _read(build, result, scale)

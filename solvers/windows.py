@@ -1,12 +1,14 @@
-"""The default solver: lazy windows.
+"""The default solver: incumbents, lazy windows, spans.
 
 It finds the cheapest schedule that fits the budget, and a bound on what any schedule could cost.
-    (1) The model (`window_model.py`: variables, objective, constraints) enforces memory only at a few
-        instants; at first the one where the most bytes are live.
-    (2) Its solution is run (`decode.py`) into a schedule, which the evaluator measures in exact integers.
-    (3) If it fits, it is an incumbent. If not, the instants where it does not are added, and (1) again. For
-        an early incumbent the model is also solved at the same instants with its budget lowered by the
-        excess, and each solution is run once more with eviction, so that it is repaired.
+    (1) Incumbents: greedy eviction against the true peak (`greedy.py`), nested recomputation along a chain
+        of blocks (`chain.py`), eviction at run time (`decode.py`). They are there within seconds.
+    (2) The model (`window_model.py`: variables, objective, constraints) enforces memory only at a few
+        instants; at first the one where the most bytes are live. Its solution is run (`decode.py`) into
+        a schedule, which the evaluator measures in exact integers. If it fits, it is an incumbent. If not,
+        the instants where it does not are added, and (2) again. Between, the model is also solved at the
+        same instants with its budget lowered by the excess, and each solution is run once more with eviction.
+    (3) The incumbent is improved between pairs of instants (`span.py`).
 The bound comes only from the model at the true budget, which every schedule satisfies.
 
 The search stops when cost and bound meet, up to the gap, or after a fixed amount of work; that depends on
@@ -19,19 +21,23 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TypeAlias
 
+from .chain import chain_schedules
 from .decode import decode
 from .evaluate import Evaluation, evaluate, excesses
+from .greedy import greedy_schedules
 from .improve import drop_repetitions, prune
 from .index import Index, forced_bytes, index
 from .problem import DEFAULT_LIMITS, Limits, Problem, Solution, Status
+from .span import improve_span
 from .stage_rows import add_stage_rows
 from .window_model import Answer, Windows, build_model, solve_model
 
 ROUNDS = 12
 """Times that instants are added."""
-SHRINKS = 6
+SHRINKS = 4
 """Times that the budget is lowered in one round."""
 EVICTIONS = 4
 """Budgets under which a run with eviction is tried before the model is."""
@@ -39,8 +45,20 @@ NEW_INSTANTS = 3
 """Instants added in one round."""
 NEW_ROWS = 6
 """Stage rows added in one round."""
+SPANS = (64, 32, 16)
+"""The program's length over that of the spans in which the incumbent is improved."""
+LEAST_SPAN = 6
+"""Ops of the shortest span."""
 WORK = 1_000_000
 """Branch-and-bound nodes times variables of one solve, roughly."""
+LOOSE = 0.02
+"""Relative gap at which a solve stops that is made for its solution, not for its bound."""
+QUICK = 2
+"""Schedules that the greedy solver is asked for at first."""
+FAR = 0.03
+"""Gap beyond which all incumbents are asked for before the model is."""
+HOPELESS = 1.5
+"""Times the incumbent's cost at which a run with eviction is given up."""
 NUMERIC = 1e-6
 """Fraction of the baseline cost that counts as equal: HiGHS's bounds are floating point."""
 
@@ -78,6 +96,11 @@ class _Search:
         allowed = max(self.limits.gap, NUMERIC) * self.problem.baseline_cost
         return self.cost - self.bound <= allowed or self.cost <= math.ceil(self.bound - 1e-4)
 
+    def gap(self) -> float:
+        """(cost - bound) as a fraction of the baseline cost; infinite without a schedule."""
+        base = max(1, self.problem.baseline_cost)
+        return (self.cost - self.bound) / base if self.schedule else math.inf
+
     def seconds_left(self) -> float:
         """Until the clock aborts."""
         return self.deadline - time.monotonic()
@@ -87,13 +110,23 @@ class _Search:
         nodes = max(20, WORK // (len(instants) * len(self.problem.ops)))
         build = build_model(replace(self.problem, budget=budget), self.table, instants)
         add_stage_rows(build, rows)
+        proves = budget == self.problem.budget and not rows
         answer = solve_model(
-            build, gap=0.5 * self.limits.gap, nodes=nodes, time_s=self.seconds_left()
+            build,
+            gap=0.5 * self.limits.gap,
+            nodes=nodes,
+            time_s=self.seconds_left(),
+            loose=0.0 if proves else LOOSE,
         )
-        if budget == self.problem.budget and not rows:
+        if proves:
             self.bound = max(self.bound, answer.bound)
         self.timed_out = self.timed_out or answer.timed_out
         return answer
+
+    def evict(self, windows: Windows | None, budget: int) -> None:
+        """Offer a run with eviction."""
+        most = HOPELESS * self.cost if self.schedule else math.inf
+        self.offer(decode(self.problem, self.table, windows, budget, most))
 
     def solution(self) -> Solution:
         """What is known at the end."""
@@ -133,19 +166,55 @@ def solve_windows(
         search.bound = float("inf")
         return search.solution()
     search.offer(start)
-    # Eviction is not monotone: a run may fit a lower budget where it gave up under a higher one.
-    for step in range(EVICTIONS):
-        if not search.schedule or step == 0:
-            search.offer(
-                decode(problem, table, None, problem.budget - step * problem.budget // 50)
-            )
-    _add_instants(search, identity)
+    instants = [identity.peak_at]
+    search.solve(instants, problem.budget)
+    greedy = greedy_schedules(problem, table, search.deadline)
+    _offer_all(search, islice(greedy, QUICK))
+    if search.gap() > FAR:
+        _offer_all(search, chain_schedules(problem, table, search.deadline))
+        _offer_all(search, greedy)
+    if not search.schedule:
+        # Eviction is not monotone: a run may fit a lower budget where it gave up under a higher one.
+        for step in range(EVICTIONS):
+            search.evict(None, problem.budget - step * problem.budget // 50)
+    if not search.closed():
+        _add_instants(search, instants)
+    if search.schedule and not search.closed():
+        _offer_all(search, greedy)
+        _improve_spans(search)
     return search.solution()
 
 
-def _add_instants(search: _Search, identity: Evaluation) -> None:
+def _offer_all(search: _Search, schedules: Iterable[tuple[int, ...]]) -> None:
+    """Offer schedules until cost and bound meet."""
+    if not search.closed():
+        for schedule in schedules:
+            search.offer(schedule)
+            if search.closed():
+                return
+
+
+def _improve_spans(search: _Search) -> None:
+    """Improve the incumbent between pairs of first executions, of several lengths, one after the other."""
+    problem = search.problem
+    n = len(problem.ops)
+    for parts in SPANS:
+        length = max(LEAST_SPAN, n // parts)
+        for a in range(0, n - 1, length // 2):
+            if search.timed_out or search.seconds_left() <= 0:
+                search.timed_out = True
+                return
+            b = min(a + length, n - 1)
+            better = improve_span(problem, search.table, search.schedule, a, b, search.deadline)
+            if better:
+                search.offer(better)
+        search.offer(drop_repetitions(problem, search.schedule))
+        if search.closed():
+            return
+
+
+def _add_instants(search: _Search, instants: list[int]) -> None:
     """The outer loop: solve, decode, add the instants where the decoded schedule does not fit."""
-    instants = [identity.peak_at]
     rows: Rows = ()
     changed = True
     for _ in range(ROUNDS):
@@ -187,8 +256,8 @@ def _lower_budget(search: _Search, instants: list[int]) -> tuple[int, ...]:
             true_schedule = plain
         if found.feasible or search.closed():
             break
-        if search.schedule and answer.bound >= search.cost:
-            break
+        if search.schedule and answer.bound >= (1 - LOOSE) * search.cost:
+            break  # what it leads to is hardly better than what is known
         step = min(found.peak - problem.budget, problem.budget // 20)
         budget -= max(step, problem.budget // 500, 1)
     return true_schedule
@@ -200,7 +269,7 @@ def _offer(search: _Search, windows: Windows) -> tuple[tuple[int, ...], Evaluati
     found = search.offer(plain)
     assert found is not None
     if not found.feasible:
-        search.offer(decode(search.problem, search.table, windows, search.problem.budget))
+        search.evict(windows, search.problem.budget)
     return plain, found
 
 
