@@ -82,6 +82,7 @@ def _decisions(plan: Plan) -> list[str]:
         name = max((len(t.name) for t in largest), default=0)
         op = max((len(t.op) for t in largest), default=0)
         lines += [f"  {in_units(t.bytes):>10}  {_row(t, name, op)}" for t in largest]
+    lines.append(f"written over a dying operand: {len(plan.reused)} results")
     return lines
 
 

@@ -11,8 +11,11 @@ Definitions.
         that happens between the two graphs: it reads the outputs that receive a gradient and
         allocates the tangents; a loss outside the model is its scratch.
 
-The graph is functional: every storage is written by exactly one op, or is an input. In-place updates
-of buffers and inputs are outputs of kind MUTATION; the copy into place happens outside the graph.
+    (5) An op may *overwrite* the storage of an operand with its result, in a rewritten graph only. From
+        there on the values that referred to the storage before are not read.
+
+Apart from (5) the graph is functional: every storage is written by exactly one op, or is an input. In-place
+updates of buffers and inputs are outputs of kind MUTATION; the copy into place happens outside the graph.
 
 No torch in here; `ir.lift` makes graphs from torch.
 """
@@ -85,6 +88,10 @@ class Op:
     """The user's source line, ``file.py:12``."""
     module: str = ""
     """Path of the module that called it."""
+    overwritable: tuple[int, ...] = ()
+    """Operands in whose place its kernel could write the result."""
+    overwrites: tuple[int, ...] = ()
+    """Storages of operands in whose place it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,8 @@ class Graph:
 
     def is_alias(self, op: Op) -> bool:
         """The op yields tensors and allocates nothing: a view, or `getitem`."""
-        return not op.allocates and op.target != BORDER and bool(self.values[op.result].storages)
+        new = op.allocates or op.overwrites
+        return not new and op.target != BORDER and bool(self.values[op.result].storages)
 
     @property
     def border(self) -> int:

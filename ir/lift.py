@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from .canonical import dense_clone, is_random
 from .errors import UnsupportedGraphError
 from .graph import BORDER, LOSS, ROOT_GRADIENT, Graph, Op, Output, OutputKind, Storage, Value
+from .in_place import overwritable, overwritten
 from .origin import origin_of
 from .trace import Phase, Role, Trace
 
@@ -240,6 +241,12 @@ def _add_op(build: _Builder, node: fx.Node, phase: Phase, measured: Measured) ->
             pinned=_why_pinned(node, phase) or _reads_updated(build, node),
             source=source,
             module=module,
+            overwritable=tuple(build.value_of[operand] for operand in overwritable(node)),
+            overwrites=tuple(
+                storage
+                for operand in overwritten(node)
+                for storage in build.values[build.value_of[operand]].storages
+            ),
         )
     )
 

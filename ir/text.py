@@ -7,9 +7,9 @@
     ...
     gradient primals_1 = %mm_1
 
-After ``!`` stand the bytes that an op allocates, then its scratch if it has any; after ``@`` module path
-and source line. Sizes are printed as sympy prints them. Storages have no names of their own here: they
-are told apart by the op that allocates them.
+After ``!`` stand the bytes that an op allocates, or what it writes over, then its scratch if it has any;
+after ``@`` module path and source line. Sizes are printed as sympy prints them. Storages have no names of
+their own here: they are told apart by the op that allocates them.
 """
 
 from .graph import Graph, Op
@@ -37,6 +37,8 @@ def op_text(graph: Graph, op: Op) -> str:
     line = f"%{result.name} {kind}".rstrip() + f" = {op.target}({operands})"
     if op.allocates:
         line += " ! " + ", ".join(str(graph.storages[s].size) for s in op.allocates)
+    if op.overwrites:
+        line += " ! in place of " + ", ".join(graph.storages[s].name for s in op.overwrites)
     if op.scratch:
         line += f" + {op.scratch}"
     if op.module or op.source:

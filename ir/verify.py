@@ -7,6 +7,8 @@
 (5) What a result refers to was allocated by its op or is referred to by one of its operands.
 (6) Sizes and scratch that are numbers are not negative.
 (7) Outputs are inputs or results.
+(8) What an op overwrites is no input's, and its result refers to it; what referred to it before is neither
+    read afterwards nor an output.
 """
 
 from collections import Counter
@@ -27,6 +29,7 @@ def verify(graph: Graph) -> None:
     _check_border(graph)
     _check_ops(graph)
     _check_storages(graph)
+    _check_overwriting(graph)
 
 
 def _fail(graph: Graph, op: int, reason: str) -> VerifyError:
@@ -101,3 +104,28 @@ def _check_storages(graph: Graph) -> None:
             raise VerifyError(f"(6) {storage_.name!r} has {storage_.size} bytes")
         if s not in origins:
             raise VerifyError(f"(4) nothing allocates {storage_.name!r}")
+
+
+def _check_overwriting(graph: Graph) -> None:
+    """(8)."""
+    inputs = {s for value in graph.inputs for s in graph.values[value].storages}
+    stale: dict[int, int] = {}
+    """Value -> op that has overwritten it."""
+    made: dict[int, list[int]] = {}
+    """Storage -> values that refer to what is in it now."""
+    for i, op in enumerate(graph.ops):
+        for value in op.operands:
+            if value in stale:
+                by = graph.ops[stale[value]].name
+                raise _fail(
+                    graph, i, f"(8) reads {graph.values[value].name!r}, overwritten by {by}"
+                )
+        for storage in op.overwrites:
+            if storage in inputs or storage not in graph.values[op.result].storages:
+                raise _fail(graph, i, f"(8) overwrites {graph.storages[storage].name!r}")
+            stale |= dict.fromkeys(made.pop(storage, ()), i)
+        for storage in graph.values[op.result].storages:
+            made.setdefault(storage, []).append(op.result)
+    for output in graph.outputs:
+        if output.value in stale:
+            raise VerifyError(f"(8) output {output.target!r} is overwritten")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .cost import Cost, costs, timed_costs
     from .devices import Device, device
     from .eager import eager_trace, optimizer_trace
-    from .emit import Emitted, emit_schedule, repeated_tensors, saved_tensors
+    from .emit import Emitted, emit_schedule, overwriting_ops, repeated_tensors, saved_tensors
     from .prepare import Prepared, planned_for_cuda, prepare_step, scratch_for
     from .randomness import state_bytes
     from .reorder import find_order, must_precede, reorder_step
@@ -31,7 +31,13 @@ _MODULES = {
     "cost": ("Cost", "costs", "timed_costs"),
     "devices": ("Device", "device"),
     "eager": ("eager_trace", "optimizer_trace"),
-    "emit": ("Emitted", "emit_schedule", "repeated_tensors", "saved_tensors"),
+    "emit": (
+        "Emitted",
+        "emit_schedule",
+        "overwriting_ops",
+        "repeated_tensors",
+        "saved_tensors",
+    ),
     "prepare": ("Prepared", "planned_for_cuda", "prepare_step", "scratch_for"),
     "randomness": ("state_bytes",),
     "reorder": ("find_order", "must_precede", "reorder_step"),
@@ -75,6 +81,7 @@ __all__ = [
     "measure_scratch",
     "must_precede",
     "optimizer_trace",
+    "overwriting_ops",
     "planned_for_cuda",
     "planned_trace",
     "prepare_step",

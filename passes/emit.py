@@ -19,6 +19,7 @@ from .plan import Tensor
 from .prepare import Prepared
 from .protocol import StepProtocol
 from .randomness import repeat_random, state_bytes
+from .reuse import reused
 from .rewrite import REPEATS, Rewritten, rewrite_joint
 from .whole_step import whole_step
 
@@ -58,7 +59,8 @@ def emit_schedule(
         optimizer: one steady-state optimizer step.
     """
     original = prepared.graph
-    rewritten = rewrite_joint(prepared.capture.joint, original, index, schedule)
+    over = reused(original, [index.ops[op] for op in schedule])
+    rewritten = rewrite_joint(prepared.capture.joint, original, index, schedule, over)
     graph = lift(
         rewritten.joint,
         prepared.signature,
@@ -115,12 +117,15 @@ def saved_tensors(emitted: Emitted) -> tuple[Tensor, ...]:
         for value in op.operands
         for storage in graph.values[value].storages
     }
+    written = {s: op for op in graph.ops[:border] for s in (*op.allocates, *op.overwrites)}
     return tuple(
-        _tensor(graph, op, storage)
-        for op in graph.ops[:border]
-        for storage in op.allocates
-        if storage in read_later
+        _tensor(graph, op, storage) for storage, op in written.items() if storage in read_later
     )
+
+
+def overwriting_ops(emitted: Emitted) -> tuple[str, ...]:
+    """Names of the ops that write their result over an operand."""
+    return tuple(op.name for op in emitted.graph.ops if op.overwrites)
 
 
 def repeated_tensors(emitted: Emitted) -> tuple[Tensor, ...]:
@@ -138,7 +143,6 @@ def repeated_tensors(emitted: Emitted) -> tuple[Tensor, ...]:
 
 
 def _tensor(graph: Graph, op: Op, storage: int) -> Tensor:
-    found = graph.storages[storage]
-    return Tensor(
-        found.name, graph.values[op.result].text, int(found.size), op.target, op.source, op.module
-    )
+    found, result = graph.storages[storage], graph.values[op.result]
+    name = result.name if storage in op.overwrites else found.name
+    return Tensor(name, result.text, int(found.size), op.target, op.source, op.module)

@@ -2,7 +2,8 @@
 
 Aliases are contracted: reading a view is reading the storage of its base, and a view costs nothing to
 make again. Inputs of the step are resident, and drop out of the problem. A random op gets a storage
-for the state of the generator, which only a repetition reads.
+for the state of the generator, which only a repetition reads. An op that may overwrite an operand reuses
+its storage (see `reuse`).
 
 Backward is delivered to autograd in *stages* (see `cut_stages`); when gradients are accumulated, a
 gradient is free after the stage that delivers it.
@@ -20,6 +21,7 @@ from .liveness import holders
 from .memory import at_binding
 from .patterns import Demands
 from .protocol import StepProtocol
+from .reuse import reusable
 
 STAGES = 32
 """A stage is cut when this fraction of the bytes of all gradients is pending."""
@@ -115,6 +117,7 @@ def formulate(
         if storage in number:
             held[number[storage]] = position[until]
     absent = tuple(sorted(number[s] for s in demanded.absent if sizes[number[s]]))
+    reuse = {i: ((number[a], number[b]),) for i, (_, a, b) in reusable(graph).items()}
     ops: list[solvers.Op] = []
     origin = list(storages)
     for i in kept:
@@ -136,6 +139,7 @@ def formulate(
                 state=state,
                 repeat_scratch=state_bytes if state is not None else 0,
                 absent=absent if op.target == BORDER else (),
+                reuse=reuse.get(i, ()),
             )
         )
     problem = solvers.Problem(tuple(ops), tuple(sizes), tuple(held), resident, budget)

@@ -85,6 +85,8 @@ class Plan:
     """Activations kept from forward to backward."""
     recomputed: tuple[Tensor, ...]
     """Storages made again, once for each repetition."""
+    reused: tuple[str, ...]
+    """Ops whose first execution writes its result over an operand that dies there."""
     unmeasured: tuple[str, ...]
     """Ops whose scratch could not be measured here and is taken as 0."""
     patterns: Patterns
@@ -122,7 +124,7 @@ class Plan:
             protocol["gradient_outputs"] = tuple(protocol["gradient_outputs"])
         for key in ("saved", "recomputed"):
             data[key] = tuple(Tensor(**entry) for entry in data[key])
-        for key in ("steps", "stage_ends", "unmeasured"):
+        for key in ("steps", "stage_ends", "reused", "unmeasured"):
             data[key] = tuple(data[key])
         patterns = data.pop("patterns")
         data["patterns"] = Patterns(tuple(patterns["save"]), tuple(patterns["recompute"]))

@@ -3,7 +3,8 @@
 Every execution of the schedule becomes a node. The first one keeps its name, the n-th repetition is
 called ``<name>_again`` (``_again_2``, ...). Views are made anew just before they are needed, on
 whichever instance of their base is the current one. Before a random op that will be repeated, the
-state of the generator is kept; the repetition runs under that state.
+state of the generator is kept; the repetition runs under that state. A first execution may write its result
+over an operand that dies with it (see `reuse`).
 
 Results, updates and gradients refer to first executions. Fake values are computed anew for all that is
 repeated or viewed: copying a node would copy its fake storage too, and a repetition would pass for an
@@ -23,6 +24,7 @@ from torch.fx.node import map_arg
 from remat.ir import BORDER, Graph, OutputKind
 from remat.ir._torch import FakeTensor, FakeTensorMode
 from remat.ir.canonical import is_random
+from remat.ir.in_place import in_place
 from remat.ir.lift import tensors_of
 
 from .formulate import Index
@@ -66,18 +68,29 @@ class _Emitter:
         known = self.current.get(node.name)
         if known is not None and known[1] == self._instances(node.name):
             return known[0]
-        return self._emit(node, node.target, map_arg(node.args, self.fetch), node.name)
+        args, kwargs = map_arg((node.args, node.kwargs), self.fetch)
+        return self._emit(node, node.target, args, node.name, kwargs)
 
     def place(self, node: fx.Node) -> None:
         """Take over a placeholder or a constant."""
         made = self.new.node_copy(node)
         self.current[node.name] = (made, self._instances(node.name))
 
-    def execute(self, node: fx.Node, allocates: Sequence[int], state: bool) -> None:
-        """Add an execution of an op; `state`: it is random, and the schedule repeats it."""
+    def execute(
+        self, node: fx.Node, allocates: Sequence[int], state: bool, over: fx.Node | None
+    ) -> None:
+        """Add an execution of an op.
+
+        Args:
+            node: the op.
+            allocates: storages that it allocates.
+            state: it is random, and the schedule repeats it.
+            over: the operand that it overwrites, if any.
+        """
         count = self.executions[node.name] = self.executions.get(node.name, 0) + 1
         args: tuple[Any, ...] = map_arg(node.args, self.fetch)
         target: Any = node.target
+        kwargs = dict(node.kwargs)
         name = node.name
         if count > 1:
             name += "_again" if count == 2 else f"_again_{count - 1}"
@@ -86,9 +99,13 @@ class _Emitter:
         elif state:
             kept = self.states[node.name]
             args, target = (kept.args[0], kept, target, *args), repeat_random
+        if over is not None:
+            target, place = in_place(node, over)
+            kwargs |= place
+        kwargs = map_arg(kwargs, self.fetch)
         for storage in allocates:
             self.instance[storage] = count
-        made = self._emit(node, target, args, name)
+        made = self._emit(node, target, args, name, kwargs)
         if count > 1:
             made.meta[REPEATS] = node.name
         for user in node.users:
@@ -98,8 +115,7 @@ class _Emitter:
     def _instances(self, name: str) -> tuple[int, ...]:
         return tuple(self.instance.get(s, 0) for s in self.storages[name])
 
-    def _emit(self, node: fx.Node, target: Any, args: Any, name: str) -> fx.Node:
-        kwargs = map_arg(node.kwargs, self.fetch)
+    def _emit(self, node: fx.Node, target: Any, args: Any, name: str, kwargs: Any) -> fx.Node:
         made = self.new.create_node("call_function", target, args, kwargs, name=name)
         made.meta = {k: v for k, v in node.meta.items() if k != "val"}
         made.meta["val"] = self._value(made)
@@ -119,7 +135,7 @@ class _Emitter:
         operands: Any = map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
         args, kwargs = operands
         target = cast(Callable[..., Any], node.target)
-        with self.mode:
+        with self.mode, torch.no_grad():
             if target is generator_state:
                 return torch.empty(CPU_STATE_BYTES, dtype=torch.uint8)
             if target is repeat_random:
@@ -128,7 +144,11 @@ class _Emitter:
 
 
 def rewrite_joint(
-    joint: fx.GraphModule, graph: Graph, index: Index, schedule: Sequence[int]
+    joint: fx.GraphModule,
+    graph: Graph,
+    index: Index,
+    schedule: Sequence[int],
+    over: Mapping[int, int] | None = None,
 ) -> Rewritten:
     """Write a schedule out as a new joint graph.
 
@@ -137,7 +157,9 @@ def rewrite_joint(
         graph: its lifted form.
         index: from `formulate`.
         schedule: problem ops in order of execution.
+        over: graph op -> value that its first execution overwrites, see `reuse.reused`.
     """
+    over = over or {}
     old = {node.name: node for node in joint.graph.nodes}
     mode = next(
         t.fake_mode
@@ -156,15 +178,18 @@ def rewrite_joint(
     marks: list[fx.Node] = []
     before_border: fx.Node | None = None
     for problem_op in schedule:
-        op = graph.ops[index.ops[problem_op]]
+        i = index.ops[problem_op]
+        op = graph.ops[i]
         if op.target == BORDER:
             before_border = _last(emitter.new)
             continue
         first = op.name not in emitter.executions
-        emitter.execute(old[op.name], op.allocates, op.random and problem_op in repeated)
+        operand = old[graph.values[over[i]].name] if first and i in over else None
+        state = op.random and problem_op in repeated
+        emitter.execute(old[op.name], op.allocates, state, operand)
         if first:
             outputs.take(op.name, emitter)
-        if first and index.ops[problem_op] in ends:
+        if first and i in ends:
             marks.append(_last(emitter.new))
     assert before_border is not None
     emitter.new.output(tuple(outputs.taken()))

@@ -87,6 +87,26 @@ def with_op(index: int, **changes: object) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
+def overwriting(read: int) -> Graph:
+    """The small graph with ``v2 = f(y)``, written over y; the loss and the result are of `read` or v2."""
+    graph = small_graph()
+    over = Op("v2", "f", Phase.FORWARD, (2,), 7, (), overwrites=(1,))
+    loss = replace(graph.ops[2], operands=(2 if read == 1 else 7,))
+    outputs = (replace(graph.outputs[0], value=1), *graph.outputs[1:])
+    return replace(
+        graph,
+        values=(*graph.values, Value("v2", (1,), "f32[32]")),
+        ops=(*graph.ops[:2], over, loss, *graph.ops[3:]),
+        outputs=outputs if read == 5 else graph.outputs,
+    )
+
+
+def test_what_is_written_over_an_operand_is_no_alias() -> None:
+    graph = overwriting(7)
+    verify(graph)
+    assert "%v2 f32[32] = f(%v) ! in place of y" in to_text(graph)
+
+
 @pytest.mark.parametrize(
     ("graph", "match"),
     [
@@ -99,6 +119,10 @@ def with_op(index: int, **changes: object) -> Graph:
         (with_op(2, allocates=(2, 1)), r"\(4\) allocates 'y', which exists already"),
         (with_op(2, allocates=()), r"\(5\) refers to 'loss'"),
         (with_op(0, scratch=sympy.Integer(-1)), r"\(6\) scratch of -1 bytes"),
+        (with_op(0, overwrites=(0,)), r"\(8\) overwrites 'w'"),
+        (with_op(2, overwrites=(1,)), r"\(8\) overwrites 'y'"),
+        (overwriting(1), r"\(8\) reads 'v', overwritten by v2"),
+        (overwriting(5), r"\(8\) output '0' is overwritten"),
     ],
 )
 def test_a_broken_graph_is_refused_with_its_surroundings(graph: Graph, match: str) -> None:

@@ -1,0 +1,1 @@
+from ir.in_place import *
