@@ -56,9 +56,9 @@ def solve_greedy(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> Solution:
     identity = tuple(range(len(problem.ops)))
     measured = evaluate(problem, identity)
     if measured.feasible:
-        return Solution(Status.OPTIMAL, identity, 0, measured.peak, 0.0)
+        return Solution(Status.OPTIMAL, identity, 0, measured.peak, 0.0, problem.bound_class)
     if max(forced_bytes(problem)) > problem.budget:
-        return Solution(Status.INFEASIBLE, (), 0, 0, float("inf"))
+        return Solution(Status.INFEASIBLE, (), 0, 0, float("inf"), problem.bound_class)
     table = index(problem)
     best = identity
     for schedule in greedy_schedules(problem, table, deadline):
@@ -129,11 +129,11 @@ def _solution(
             schedule = drop_repetitions(problem, schedule)
             measured = evaluate(problem, schedule)
     if not measured.feasible:
-        return Solution(Status.UNKNOWN, (), 0, 0, 0.0)
+        return Solution(Status.UNKNOWN, (), 0, 0, 0.0, problem.bound_class)
     status = Status.TIME_LIMIT if late else Status.FEASIBLE
     if not measured.cost:
         status = Status.OPTIMAL
-    return Solution(status, schedule, measured.cost, measured.peak, 0.0)
+    return Solution(status, schedule, measured.cost, measured.peak, 0.0, problem.bound_class)
 
 
 class _Run:

@@ -53,7 +53,7 @@ def least_peak(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> Solution:
     final = drop_repetitions(replace(problem, budget=upper), schedule)
     measured = evaluate(problem, final)
     status = Status.TIME_LIMIT if timed_out else Status.FEASIBLE
-    return Solution(status, final, measured.cost, measured.peak, 0.0)
+    return Solution(status, final, measured.cost, measured.peak, 0.0, problem.bound_class)
 
 
 def _run(problem: Problem, table: Index, budget: int) -> tuple[tuple[int, ...], Evaluation]:

@@ -131,16 +131,17 @@ class _Search:
     def solution(self) -> Solution:
         """What is known at the end."""
         if self.bound == float("inf") and not self.schedule:
-            return Solution(Status.INFEASIBLE, (), 0, 0, self.bound)
+            return Solution(Status.INFEASIBLE, (), 0, 0, self.bound, self.problem.bound_class)
         if not self.schedule:
-            return Solution(Status.UNKNOWN, (), 0, 0, self.bound)
+            return Solution(Status.UNKNOWN, (), 0, 0, self.bound, self.problem.bound_class)
         schedule = drop_repetitions(self.problem, self.schedule)
         found = evaluate(self.problem, schedule)
         self.schedule, self.cost = schedule, found.cost
         status = Status.TIME_LIMIT if self.timed_out else Status.FEASIBLE
         if self.closed():
             status = Status.OPTIMAL
-        return Solution(status, schedule, found.cost, found.peak, min(self.bound, found.cost))
+        bound, known = min(self.bound, found.cost), self.problem.bound_class
+        return Solution(status, schedule, found.cost, found.peak, bound, known)
 
 
 def solve_windows(

@@ -29,6 +29,7 @@ SOLVERS: list[Solver] = [solve_windows, solve_cp_sat]
 
 def check(problem: Problem, found: Solution) -> None:
     """What every solution must satisfy, whoever found it."""
+    assert found.bound_class is problem.bound_class
     if found.status in (Status.INFEASIBLE, Status.UNKNOWN):
         assert found.schedule == ()
         return
