@@ -104,7 +104,7 @@ def _formulate(prepared: Prepared, times: Mapping[str, int]) -> tuple[Problem, I
 
 def free(problem: Problem) -> Problem:
     """The problem as peers see it: any op may run again, and nothing is reused in place."""
-    ops = tuple(replace(op, candidate=True, reuse=()) for op in problem.ops)
+    ops = tuple(replace(op, candidate=True, reuse=(), absent=()) for op in problem.ops)
     return replace(problem, ops=ops)
 
 

@@ -1,11 +1,16 @@
 """The peers' programs are what they claim, and all are judged alike."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
+from random import Random
 from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import identity, problems
 from torch import Tensor, nn
 
 from benchmarks.peers import torch_budget
@@ -17,7 +22,7 @@ from benchmarks.side_by_side import PEERS, Point, choose_peaks
 from benchmarks.step import PROTOCOL, Step, capture_step, free, judge
 from remat.ir import VerifyError
 from remat.passes import emit_schedule, profile
-from remat.solvers import evaluate
+from remat.solvers import Problem, evaluate
 
 Programs = dict[str, dict[str, tuple[int, ...]]]
 
@@ -140,6 +145,36 @@ def test_dtr_keeps_its_budget(step: Step, programs: Programs) -> None:
         resident = step.problem.resident
         budget = resident + (peak - resident) * float(label.split()[-1])
         assert judge(step.problem, executions).peak <= budget + 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(9), st.floats(0.3, 1.0))
+def test_dtr_keeps_any_budget_on_any_problem(problem: Problem, fraction: float) -> None:
+    seen = free(problem)
+    if any(held >= 0 for held in seen.held):  # a held storage that is written again is there twice
+        seen = replace(seen, held=(-1,) * len(seen.held))
+    budget = int(evaluate(seen, identity(seen)).peak * fraction)
+    found = _Run(seen, budget).run()
+    if found:
+        assert evaluate(seen, found).peak <= budget
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(9), st.randoms())
+def test_another_order_is_judged_as_its_own_program(problem: Problem, rng: Random) -> None:
+    """Swapping two neighbours that do not read each other swaps their bytes' places only."""
+    program = list(identity(problem))
+    straight = judge(problem, program)
+    assert straight.peak == evaluate(free(problem), program).peak
+    v = rng.randrange(len(program) - 1)
+    first, second = problem.ops[v], problem.ops[v + 1]
+    if set(first.writes) & set(second.reads) or v in problem.held or v + 1 in problem.held:
+        return
+    program[v], program[v + 1] = v + 1, v
+    swapped = judge(problem, program)
+    assert swapped.bytes[:v] == straight.bytes[:v]
+    assert swapped.bytes[v + 2 :] == straight.bytes[v + 2 :]
+    assert swapped.cost == 0
 
 
 def test_checkmate_needs_no_more_time_than_any_peer_within_its_budget(
