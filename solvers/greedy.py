@@ -39,6 +39,8 @@ EXPONENTS = (64.0, 16.0, 4.0, 256.0)
 """Two runs each."""
 PARTS = (2, 4)
 """Parts of the schedule that are done again, one after the other."""
+REDONE = 30_000
+"""Ops in all the schedules of which a part is done again."""
 MOVES = (8, 100)
 """Moves, per op and beyond, at which a run is given up: it moves bytes in circles."""
 HOPELESS = 2.0
@@ -103,19 +105,23 @@ def redone(
         deadline: by `time.monotonic`.
     """
     cost, price = float(evaluate(problem, schedule).cost), 0.0
+    left = REDONE // len(problem.ops)
     for parts in PARTS:
         improved = True
         while improved:
             improved = False
-            for part, exponent in product(range(parts), EXPONENTS[:2]):
-                for start in (0.0, price):
-                    run = _Run(problem, table, exponent, start, deadline, cost, schedule)
-                    run.leave_out(part, parts)
-                    again, found = run.schedule()
-                    price = run.price if again else price
-                    if found < cost:
-                        schedule, cost, improved = again, found, True
-                        yield schedule
+            for exponent, warm, part in product(EXPONENTS[:2], (False, True), range(parts)):
+                if left <= 0:
+                    return
+                left -= 1
+                start = price if warm else 0.0
+                run = _Run(problem, table, exponent, start, deadline, cost, schedule)
+                run.leave_out(part, parts)
+                again, found = run.schedule()
+                price = run.price if again else price
+                if found < cost:
+                    schedule, cost, improved = again, found, True
+                    yield schedule
 
 
 def _solution(
@@ -154,6 +160,7 @@ class _Run:
         self.exponent = exponent
         self.price = price
         self.deadline = deadline
+        self.start = schedule
         self.timeline = Timeline(problem, schedule)
         self.left = MOVES[0] * len(problem.ops) + MOVES[1]
         self.cost_left = HOPELESS * known
@@ -168,10 +175,13 @@ class _Run:
         )
 
     def schedule(self) -> tuple[tuple[int, ...], float]:
-        """The schedule that it comes to, and its cost; infinite if that does not fit."""
+        """The schedule that it comes to, and its cost; infinite if that does not fit or is the same again."""
         if not self.fits():
             return (), inf
-        schedule = drop_repetitions(self.problem, self.timeline.schedule())
+        schedule = self.timeline.schedule()
+        if schedule == self.start:
+            return schedule, inf
+        schedule = drop_repetitions(self.problem, schedule)
         measured = evaluate(self.problem, schedule)
         return schedule, float(measured.cost) if measured.feasible else inf
 

@@ -10,6 +10,7 @@ is; `bytes` adds them up. What this module counts is never believed: the evaluat
 Not handled: repetitions behind the last first execution.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from operator import sub
@@ -45,36 +46,49 @@ class Instance:
 class Timeline:
     """The executions in order, the instances of every storage, and the bytes at every position."""
 
-    def __init__(self, problem: Problem) -> None:
-        """The program as it is: every op executed once."""
+    def __init__(self, problem: Problem, schedule: Sequence[int]) -> None:
+        """The executions of a schedule that the evaluator accepts, connected."""
         self.problem = problem
-        self.order = [Execution(v, v, True) for v in range(len(problem.ops))]
-        self.first = list(self.order)
+        seen = [-1, *accumulate(schedule, max)]
+        self.order = [Execution(v, at, v > seen[at]) for at, v in enumerate(schedule)]
+        self.first = [x for x in self.order if x.first]
         """Per op: its first execution."""
         self.again: list[list[Execution]] = [[] for _ in problem.ops]
         """Per op: its repetitions, in order."""
         self.lives: list[list[Instance]] = [[] for _ in problem.sizes]
         """Per storage: its instances, in order of birth."""
-        self.born = [0] * len(problem.ops)
+        self.born = [0] * len(self.order)
         """Bytes of the instances that begin at a position."""
-        self.ended = [0] * len(problem.ops)
+        self.ended = [0] * len(self.order)
         """Bytes of the instances that end with a position."""
-        self.extra = [op.scratch for op in problem.ops]
+        self.extra = [
+            problem.ops[x.op].scratch + (0 if x.first else problem.ops[x.op].repeat_scratch)
+            for x in self.order
+        ]
         """Scratch bytes at a position."""
-        for execution, op in zip(self.order, problem.ops, strict=True):
-            for s in op.reads:
-                self.lives[s][-1].readers.append(execution)
-            for s in op.writes:
-                held = problem.held[s]
-                until = self.order[min(held, len(self.order) - 1)] if held >= 0 else None
-                self.lives[s].append(Instance(s, execution, execution, until=until))
+        for execution in self.order:
+            self._connect(execution)
         for instances in self.lives:
             for instance in instances:
                 self._count(instance)
-        self.strict = [x for x in self.order if problem.ops[x.op].absent]
+        self.strict = [x for x in self.first if problem.ops[x.op].absent]
         """First executions at which something must be absent."""
         self.banned = {s: x for x in self.strict for s in problem.ops[x.op].absent}
         """Per storage: where it must be absent."""
+
+    def _connect(self, execution: Execution) -> None:
+        """Let the last execution so far read and write."""
+        v = execution.op
+        if not execution.first:
+            self.again[v].append(execution)
+        for s in self.problem.ops[v].reads if execution.first else self.reads_again(v):
+            if not self.lives[s]:  # a state, which its op writes only for a repetition
+                self.lives[s].append(Instance(s, self.first[v], self.first[v]))
+            self.lives[s][-1].readers.append(execution)
+        for s in self.problem.ops[v].writes:
+            held = self.problem.held[s] if execution.first else -1
+            until = self.first[min(held, len(self.first) - 1)] if held >= 0 else None
+            self.lives[s].append(Instance(s, execution, execution, until=until))
 
     def schedule(self) -> tuple[int, ...]:
         """Op indices in order of execution."""

@@ -12,7 +12,7 @@ from remat.solvers.timeline import Timeline
 def test_the_bytes_stay_those_of_the_evaluator(seed: int) -> None:
     rng = random.Random(seed)
     problem = random_problem(seed, 9)
-    line = Timeline(problem)
+    line = Timeline(problem, range(len(problem.ops)))
     for _ in range(8):
         repeated = [x for x in line.order if not x.first]
         position = rng.randint(1, len(line.order) - 1)
@@ -24,4 +24,5 @@ def test_the_bytes_stay_those_of_the_evaluator(seed: int) -> None:
             line.insert(sorted(rng.sample(candidates, min(len(candidates), 2))), position)
         assert tuple(line.bytes()) == evaluate(problem, line.schedule()).bytes
         assert [line.bytes_at(x) for x in line.order] == line.bytes()
+        assert Timeline(problem, line.schedule()).bytes() == line.bytes()
         assert [x.at for x in line.order] == list(range(len(line.order)))
