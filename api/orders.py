@@ -2,19 +2,19 @@
 
 There are two: as it was captured, and arranged so that the least is alive with nothing repeated. Orders of
 one program have different bounds, and a plan's bound is for its own. Only the chosen one is solved; which
-one, is decided by what is quick to find: the peak with nothing repeated, the least peak, and the cost of
-fitting the budget at the peak instant alone.
+one, is decided by what is quick to find. If the program fits without repeating anything in one of them, that
+is it. Otherwise the peak with nothing repeated decides: how much of it is above the budget is what has to be
+recomputed. On the models of the test zoo the order with the smaller one was never dearer by more than the
+gap, and up to 1.2 points of step time cheaper. Among equals, the smaller least peak decides.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from remat.passes import Index, Ledger, Prepared, find_order, reorder_step
-from remat.solvers import Limits, Problem, Solution, evaluate, least_peak, peak_bound
+from remat.solvers import Limits, Problem, Solution, evaluate, least_peak
 
 Formulated = Callable[[Prepared], tuple[Problem, Index]]
-ROUNDED = 4
-"""Digits to which bounds are compared, as fractions of the step's time: 0.01 points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +62,16 @@ def identity_peak(problem: Problem) -> int:
     return evaluate(problem, range(len(problem.ops))).peak
 
 
-def choose(candidates: Sequence[Arranged], limits: Limits) -> Arranged:
-    """The order to plan in, under the budget of the problems; as captured if it makes no difference.
+def choose(candidates: Sequence[Arranged]) -> Arranged:
+    """The order to plan in, under the budget of the problems; as captured among equals.
 
     Args:
         candidates: at least one.
-        limits: of the comparison.
     """
     budget = candidates[0].problem.budget
     as_is = [c for c in candidates if c.peak <= budget]
     possible = [c for c in candidates if c.least.peak <= budget]
-    if as_is or len(possible) < 2:
-        return (as_is or possible or [least_of(candidates)])[0]
-    bounds = [peak_bound(c.problem, limits) / max(1, c.problem.baseline_cost) for c in possible]
-    keys = [
-        (round(bound, ROUNDED), c.least.peak) for bound, c in zip(bounds, possible, strict=True)
-    ]
-    return possible[keys.index(min(keys))]
+    return min(as_is[:1] or possible or candidates, key=lambda c: (c.peak, c.least.peak))
 
 
 def least_of(candidates: Sequence[Arranged]) -> Arranged:

@@ -216,7 +216,7 @@ def make_plan(
         trace = emitted(tightest, least.schedule, others).trace
         raise infeasible_error(request.budget, least_bytes, trace, blamed())
     clock.begin("solve")
-    chosen = tightest if others else choose(candidates, brief)
+    chosen = tightest if others else choose(candidates)
 
     def solve(budget: int) -> Solution:
         capped = replace(chosen.problem, budget=budget)

@@ -204,7 +204,7 @@ def compare(
 
 def _plan(candidates: Sequence[Arranged], budget: int, limits: Limits) -> Solution:
     """What our planner plans under a budget, in the order that it chooses."""
-    chosen = choose(_capped(candidates, budget), limits)
+    chosen = choose(_capped(candidates, budget))
     fits = chosen.least.peak <= budget
     return solve_windows(chosen.problem, limits, start=chosen.least.schedule if fits else ())
 

@@ -1,7 +1,7 @@
 """The rematerialization problem as plain integers, and the solvers that share one signature."""
 
 from .any_order import any_order_bound
-from .brute_force import any_order_optimum, solve_brute_force
+from .brute_force import any_order_optimum, solve_brute_force, staged_optimum
 from .cp_sat import solve_cp_sat
 from .evaluate import Evaluation, evaluate
 from .greedy import solve_greedy
@@ -9,7 +9,6 @@ from .improve import drop_repetitions, prune
 from .index import forced_bytes
 from .least_peak import least_peak
 from .order import order, permuted
-from .peak_bound import peak_bound
 from .problem import FORBIDDEN, BoundClass, Limits, Op, Problem, Solution, Status
 from .windows import solve_windows
 
@@ -29,11 +28,11 @@ __all__ = [
     "forced_bytes",
     "least_peak",
     "order",
-    "peak_bound",
     "permuted",
     "prune",
     "solve_brute_force",
     "solve_cp_sat",
     "solve_greedy",
     "solve_windows",
+    "staged_optimum",
 ]

@@ -96,7 +96,7 @@ def in_order(
 ) -> Loop:
     """A loop that runs in the order that `find` gives, whether it is better or not."""
     monkeypatch.setattr(orders, "find_order", find)
-    monkeypatch.setattr(planner, "choose", lambda candidates, limits: candidates[-1])
+    monkeypatch.setattr(planner, "choose", lambda candidates: candidates[-1])
     plan = planned(zoo.build(name, large=large), None, LOOSE).plan
     budget = (plan.baseline_peak_bytes + plan.least_peak_bytes) // 2
     return planned(zoo.build(name, large=large), None, LOOSE, budget, gap=0.1)
