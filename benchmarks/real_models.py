@@ -75,7 +75,7 @@ def _llama(layers: int) -> tuple[nn.Module, dict[str, Any]]:
 def _mixtral(layers: int) -> tuple[nn.Module, dict[str, Any]]:
     config = hf.MixtralConfig(num_hidden_layers=layers, use_cache=False)
     module = hf.MixtralForCausalLM._from_config(config, dtype=HALF)
-    ids = _ids(1, 4096)
+    ids = _ids(4, 4096)
     return module, {"input_ids": ids, "labels": ids}
 
 
@@ -163,7 +163,7 @@ CASES = (
     Case("bert_large", "fp32, 8 x 512", r"bert\.encoder\.layer\.\d+", _bert),
     Case("llama3_8b", "bf16, 1 x 4096", r"model\.layers\.\d+", lambda: _llama(32)),
     Case("llama3_8b_4", "4 layers, bf16, 1 x 4096", r"model\.layers\.\d+", lambda: _llama(4)),
-    Case("mixtral_2", "2 layers, bf16, 1 x 4096", r"model\.layers\.\d+", lambda: _mixtral(2)),
+    Case("mixtral_2", "2 layers, bf16, 4 x 4096", r"model\.layers\.\d+", lambda: _mixtral(2)),
     Case("t5_base", "fp32, 8 x 512", r"(en|de)coder\.block\.\d+", _t5),
     Case("vit_l16", "bf16, 64 x 224²", r"vit\.(encoder\.)?layers?\.\d+", _vit),
     Case("resnet50", "fp32, 64 x 224²", _RESNET, lambda: _resnet([3, 4, 6, 3])),

@@ -45,6 +45,8 @@ CLOSE = 0.01
 """Peaks that differ by less than this fraction count as one."""
 EQUAL = 1e-4
 """Overheads that differ by less than this fraction of a step count as equal."""
+LEAST = 1e-3
+"""In ratios, no overhead is taken to be less than this fraction of a step."""
 
 
 @dataclass(frozen=True)
@@ -128,16 +130,20 @@ def run_peers(step: Step, say: Callable[[str], None] = lambda line: None) -> lis
 
 
 def choose_peaks(points: Sequence[Point], count: int) -> list[Point]:
-    """Each peer's least peak, and others of the common frontier, spread evenly; greatest first."""
+    """Each peer's least peak, and others of the common frontier, spread evenly; greatest first.
+
+    Peaks that some peer reaches without repeating anything are left out.
+    """
+    free = min((p.peak for p in points if p.overhead == 0), default=sys.maxsize)
+    paid = sorted((p for p in points if p.peak < free), key=lambda p: (p.peak, p.overhead))
     frontier: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.peak, p.overhead)):
-        if point.overhead > 0 and (not frontier or point.overhead < frontier[-1].overhead - EQUAL):
-            frontier.append(point)
-    spread = [frontier[i * (len(frontier) - 1) // max(1, count - 1)] for i in range(count)]
     ends: dict[str, Point] = {}
-    for point in sorted(points, key=lambda p: (p.peak, p.overhead)):
-        if point.overhead > 0:
-            ends.setdefault(point.peer, point)
+    for point in paid:
+        ends.setdefault(point.peer, point)
+        if not frontier or point.overhead < frontier[-1].overhead - EQUAL:
+            frontier.append(point)
+    last = len(frontier) - 1
+    spread = [frontier[i * last // max(1, count - 1)] for i in range(count if paid else 0)]
     chosen: list[Point] = []
     for point in sorted([*ends.values(), *spread], key=lambda p: (p.peak, p.overhead)):
         if not chosen or point.peak > chosen[-1].peak * (1 + CLOSE):
@@ -288,9 +294,9 @@ def summary(comparisons: Sequence[Comparison]) -> str:
 def _mean_ratio(
     rows: Sequence[Row], ours: str = "overhead", theirs: str = "peer_overhead"
 ) -> float:
-    """Geometric mean of the ratio of overheads, neither taken below a hundredth of a percent."""
+    """Geometric mean of the ratio of overheads, none taken to be below `LEAST`."""
     logs = [
-        math.log(max(getattr(row, ours), EQUAL) / max(getattr(row, theirs), EQUAL)) for row in rows
+        math.log(max(getattr(row, ours), LEAST) / max(getattr(row, theirs), LEAST)) for row in rows
     ]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
