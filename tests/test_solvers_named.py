@@ -77,7 +77,7 @@ def test_every_exact_solver_finds_the_optimum_of_a_chain(
     assert found.status is Status.OPTIMAL
 
 
-@pytest.mark.parametrize(("length", "budget"), [(20, 3), (20, 8), (50, 12), (50, 30)])
+@pytest.mark.parametrize(("length", "budget"), [(12, 3), (20, 8), (30, 12), (50, 30)])
 def test_the_greedy_solver_fits_a_chain(length: int, budget: int) -> None:
     problem = replace(chain(length), budget=budget)
     found = solve_greedy(problem)
@@ -86,7 +86,7 @@ def test_the_greedy_solver_fits_a_chain(length: int, budget: int) -> None:
     assert found.cost <= 2 * optimum
 
 
-@pytest.mark.parametrize(("length", "budget"), [(20, 3), (20, 10), (50, 30)])
+@pytest.mark.parametrize(("length", "budget"), [(16, 3), (20, 10), (50, 30)])
 def test_windows_proves_the_optimum_of_a_longer_chain(length: int, budget: int) -> None:
     problem = replace(chain(length), budget=budget)
     found = solve_windows(problem)
@@ -111,9 +111,6 @@ PUBLISHED = [
 ]
 
 
-OPEN = pytest.mark.xfail(reason="the search ends with a gap", strict=False)
-
-
 @pytest.mark.parametrize(("name", "fraction", "percent"), PUBLISHED)
 def test_the_greedy_solver_reaches_published_optima(
     name: str, fraction: float, percent: float
@@ -127,7 +124,11 @@ def test_the_greedy_solver_reaches_published_optima(
 
 
 @pytest.mark.parametrize(
-    ("name", "fraction", "optimum"), [(GPT, 0.3, 17.344), (DENSENET, 0.5, 12.281)]
+    ("name", "fraction", "optimum"),
+    [
+        pytest.param(GPT, 0.3, 17.344, marks=pytest.mark.slow),
+        (DENSENET, 0.5, 12.281),
+    ],
 )
 def test_the_greedy_solver_is_near_the_optimum_of_a_large_graph(
     name: str, fraction: float, optimum: float
@@ -140,13 +141,7 @@ def test_the_greedy_solver_is_near_the_optimum_of_a_large_graph(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "fraction", "percent"),
-    [
-        *PUBLISHED[:4],
-        *(pytest.param(*case, marks=OPEN) for case in PUBLISHED[4:]),
-        pytest.param(RLG2, 0.9, 0.904, marks=OPEN),
-        (RLG4, 0.9, 0.683),
-    ],
+    ("name", "fraction", "percent"), [*PUBLISHED, (RLG2, 0.9, 0.904), (RLG4, 0.9, 0.683)]
 )
 def test_windows_proves_published_optima(name: str, fraction: float, percent: float) -> None:
     problem = graph(name, fraction)
