@@ -1,11 +1,11 @@
 """Exact solution by search over all states of memory, for problems of about ten ops: the tests' oracle.
 
 A state is (ops executed so far, storages that can be read, held first instances that a repetition has
-replaced), as bit masks. From a state, any storage may be dropped for nothing, the next op may be executed for
-the first time, with or without reuse of what it reads, or an earlier candidate again at its cost, if the
-bytes while it runs fit the budget. Dijkstra's algorithm finds the cheapest way to the end; among equals, one
-with the fewest executions. In any order, the next op is any op after the writers of what it reads and of what
-is held until it.
+replaced), as bit masks, and, if stages count, the last op repeated since the last first execution. From a
+state, any storage may be dropped for nothing, the next op may be executed for the first time, with or without
+reuse of what it reads, or an earlier candidate again at its cost, if the bytes while it runs fit the budget.
+Dijkstra's algorithm finds the cheapest way to the end; among equals, one with the fewest executions. In any
+order, the next op is any op after the writers of what it reads and of what is held until it.
 
 It shares nothing with the other solvers but the problem: no order of recomputation, no limit on their
 number and no model of windows is assumed.
@@ -27,7 +27,7 @@ from .problem import DEFAULT_LIMITS, Limits, Problem, Solution, Status
 
 MOST_STORAGES = 24
 
-_State: TypeAlias = tuple[int, int, int]
+_State: TypeAlias = tuple[int, int, int, int]
 _Length: TypeAlias = tuple[int, int]
 """Cost of the repetitions, number of executions."""
 
@@ -61,6 +61,19 @@ def any_order_optimum(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> floa
     return cost
 
 
+def staged_optimum(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> float:
+    """Least cost if, between two first executions, ops are repeated in program order, each at most once.
+
+    Raises:
+        SolverError: as `any_order_optimum`.
+    """
+    _check_size(problem)
+    cost, executions = _search(problem, limits, any_order=False, staged=True)
+    if executions is None and cost < inf:
+        raise SolverError("brute force ran out of time")
+    return cost
+
+
 def _check_size(problem: Problem) -> None:
     if len(problem.sizes) > MOST_STORAGES:
         raise SolverError(
@@ -70,13 +83,13 @@ def _check_size(problem: Problem) -> None:
 
 
 def _search(
-    problem: Problem, limits: Limits, *, any_order: bool
+    problem: Problem, limits: Limits, *, any_order: bool, staged: bool = False
 ) -> tuple[float, tuple[int, ...] | None]:
     """The least cost and how; None with a cost of infinity if there is no way, or with a bound if late."""
     deadline = time.monotonic() + limits.time_s
     before = _before(problem, any_order=any_order)
     everything = (1 << len(problem.ops)) - 1
-    start: _State = (0, 0, 0)
+    start: _State = (0, 0, 0, -1)
     best: dict[_State, _Length] = {start: (0, 0)}
     came: dict[_State, tuple[_State, int]] = {}
     queue: list[tuple[_Length, _State]] = [((0, 0), start)]
@@ -88,7 +101,7 @@ def _search(
             return float(length[0]), _schedule(came, state)
         if time.monotonic() > deadline:
             return float(length[0]), None
-        for (more, executions), v, following in _steps(problem, before, state):
+        for (more, executions), v, following in _steps(problem, before, state, staged):
             reached = (length[0] + more, length[1] + executions)
             if following not in best or reached < best[following]:
                 best[following] = reached
@@ -123,16 +136,16 @@ def _schedule(came: dict[_State, tuple[_State, int]], state: _State) -> tuple[in
 
 
 def _steps(
-    problem: Problem, before: list[int], state: _State
+    problem: Problem, before: list[int], state: _State, staged: bool
 ) -> Iterator[tuple[_Length, int, _State]]:
     """What can happen next: its length, the op (-1 for a drop), the state after it."""
-    done, readable, replaced = state
+    done, readable, replaced, last = state
     for s in _members(readable):
         if not _held(problem, done, s) or replaced >> s & 1:
-            yield (0, 0), -1, (done, readable & ~(1 << s), replaced)
+            yield (0, 0), -1, (done, readable & ~(1 << s), replaced, last)
     for v, op in enumerate(problem.ops):
         again = bool(done >> v & 1)
-        if before[v] & ~done or (again and not op.candidate):
+        if before[v] & ~done or (again and not (op.candidate and v > last)):
             continue
         reads = _mask(op.reads)
         if again and op.state is not None:
@@ -151,11 +164,11 @@ def _steps(
             if used > problem.budget or absent & (now | now_replaced):
                 continue
             if again:
-                yield (op.cost, 1), v, (done, now, now_replaced)
+                yield (op.cost, 1), v, (done, now, now_replaced, v if staged else -1)
             else:
                 then = done | 1 << v
                 ended = [s for s in _members(now_replaced) if not _held(problem, then, s)]
-                yield (0, 1), v, (then, now, now_replaced & ~_mask(tuple(ended)))
+                yield (0, 1), v, (then, now, now_replaced & ~_mask(tuple(ended)), -1)
 
 
 def _held(problem: Problem, done: int, s: int) -> bool:
@@ -166,7 +179,7 @@ def _held(problem: Problem, done: int, s: int) -> bool:
 
 def _choices(problem: Problem, state: _State, v: int) -> list[tuple[int, int]]:
     """What the first execution of v may write beyond its writes, and in place of what it writes."""
-    op, (done, _, replaced) = problem.ops[v], state
+    op, (done, _, replaced, _) = problem.ops[v], state
     then = done | 1 << v
     extra = [0] if op.state is None else [0, 1 << op.state]
     free = [a for a, _ in op.reuse if not _held(problem, then, a) or replaced >> a & 1]

@@ -109,7 +109,13 @@ class BoundClass(StrEnum):
 
     FIXED_ORDER = "given order of first executions, any recomputation"
     FIXED_ORDER_IN_PLACE = "given order of first executions, any recomputation, in-place reuse"
-    ANY_ORDER = "any order of first executions, any recomputation, in-place reuse where it is allowed"
+    STAGED = (
+        "given order of first executions, in-place reuse where it is allowed; between two first "
+        "executions, ops are repeated in program order, each at most once"
+    )
+    ANY_ORDER = (
+        "any order of first executions, any recomputation, in-place reuse where it is allowed"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ It finds the cheapest schedule that fits the budget, and a bound on what any sch
         the instants where it does not are added, and (2) again. Between, the model is also solved at the
         same instants with its budget lowered by the excess, and each solution is run once more with eviction.
     (3) The incumbent is improved between pairs of instants (`span.py`).
-The bound comes only from the model at the true budget, which every schedule satisfies.
+The bound comes only from the model at the true budget, which every schedule satisfies. If it does not close,
+but the model with stage rows (`stage_rows.py`) does, the answer is that bound, of its smaller class.
 
 The search stops when cost and bound meet, up to the gap, or after a fixed amount of work; that depends on
 the problem alone, so the same problem gives the same schedule, unless the clock aborts it.
@@ -20,17 +21,17 @@ Not handled: other orders of first executions.
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeAlias
 
 from .chain import chain_schedules
 from .decode import decode
 from .evaluate import Evaluation, evaluate, excesses
-from .greedy import greedy_schedules
+from .greedy import greedy_schedules, redone
 from .improve import drop_repetitions, prune
 from .index import Index, forced_bytes, index
-from .problem import DEFAULT_LIMITS, Limits, Problem, Solution, Status
+from .problem import DEFAULT_LIMITS, BoundClass, Limits, Problem, Solution, Status
 from .span import improve_span
 from .stage_rows import add_stage_rows
 from .window_model import Answer, Windows, build_model, solve_model
@@ -53,7 +54,11 @@ WORK = 1_000_000
 """Branch-and-bound nodes times variables of one solve, roughly."""
 LOOSE = 0.02
 """Relative gap at which a solve stops that is made for its solution, not for its bound."""
-QUICK = 2
+INCUMBENTS = 0.35
+"""Share of the time limit by which the first schedules must be there."""
+WINDOWS = 0.8
+"""Share of the time limit by which instants are added."""
+QUICK = 1
 """Schedules that the greedy solver is asked for at first."""
 FAR = 0.03
 """Gap beyond which all incumbents are asked for before the model is."""
@@ -73,11 +78,16 @@ class _Search:
     problem: Problem
     table: Index
     limits: Limits
-    deadline: float
+    begin: float = field(default_factory=time.monotonic)
+    deadline: float = math.inf
+    """By `time.monotonic`: when the current part of the search must end."""
     schedule: tuple[int, ...] = ()
     cost: int = 0
     bound: float = 0.0
+    staged_bound: float = 0.0
+    """Of the class `BoundClass.STAGED`."""
     timed_out: bool = False
+    """The clock has cut something short."""
 
     def offer(self, schedule: Iterable[int]) -> Evaluation | None:
         """Evaluate a schedule and keep it if it is feasible and the cheapest; None for an empty one."""
@@ -90,11 +100,14 @@ class _Search:
         return found
 
     def closed(self) -> bool:
-        """Cost and bound agree, up to the gap."""
-        if not self.schedule:
-            return False
+        """Cost and a bound agree, up to the gap."""
+        return self._meets(self.bound) or self._meets(self.staged_bound)
+
+    def _meets(self, bound: float) -> bool:
         allowed = max(self.limits.gap, NUMERIC) * self.problem.baseline_cost
-        return self.cost - self.bound <= allowed or self.cost <= math.ceil(self.bound - 1e-4)
+        near = self.cost - bound <= allowed or self.cost <= math.ceil(bound - 1e-4)
+        # A schedule that is cheaper than the bound of its class is not in the class.
+        return bool(self.schedule) and near and bound <= self.cost + allowed
 
     def gap(self) -> float:
         """(cost - bound) as a fraction of the baseline cost; infinite without a schedule."""
@@ -102,8 +115,14 @@ class _Search:
         return (self.cost - self.bound) / base if self.schedule else math.inf
 
     def seconds_left(self) -> float:
-        """Until the clock aborts."""
-        return self.deadline - time.monotonic()
+        """Until the clock ends the current part of the search."""
+        left = self.deadline - time.monotonic()
+        self.timed_out = self.timed_out or left <= 0
+        return left
+
+    def until(self, share: float) -> None:
+        """Begin a part of the search that may last until a share of the time limit."""
+        self.deadline = self.begin + share * self.limits.time_s
 
     def solve(self, instants: list[int], budget: int, rows: Rows = ()) -> Answer:
         """The model at these instants and this budget; raises the bound if it proves one."""
@@ -116,10 +135,12 @@ class _Search:
             gap=0.5 * self.limits.gap,
             nodes=nodes,
             time_s=self.seconds_left(),
-            loose=0.0 if proves else LOOSE,
+            loose=0.0 if budget == self.problem.budget else LOOSE,
         )
         if proves:
             self.bound = max(self.bound, answer.bound)
+        elif budget == self.problem.budget:
+            self.staged_bound = max(self.staged_bound, answer.bound)
         self.timed_out = self.timed_out or answer.timed_out
         return answer
 
@@ -141,6 +162,8 @@ class _Search:
         if self.closed():
             status = Status.OPTIMAL
         bound, known = min(self.bound, found.cost), self.problem.bound_class
+        if not self._meets(self.bound) and self._meets(self.staged_bound):
+            bound, known = min(self.staged_bound, found.cost), BoundClass.STAGED
         return Solution(status, schedule, found.cost, found.peak, bound, known)
 
 
@@ -159,7 +182,7 @@ def solve_windows(
         SolverError: HiGHS gave up for a reason that is not a limit.
     """
     table = index(problem)
-    search = _Search(problem, table, limits, time.monotonic() + limits.time_s)
+    search = _Search(problem, table, limits)
     identity = search.offer(range(len(problem.ops)))
     if identity is None or identity.feasible:
         return search.solution()
@@ -167,21 +190,26 @@ def solve_windows(
         search.bound = float("inf")
         return search.solution()
     search.offer(start)
+    search.until(1.0)
     instants = [identity.peak_at]
     search.solve(instants, problem.budget)
+    search.until(INCUMBENTS)
     greedy = greedy_schedules(problem, table, search.deadline)
     _offer_all(search, islice(greedy, QUICK))
-    if search.gap() > FAR:
+    far = search.gap() > FAR
+    if far:
         _offer_all(search, chain_schedules(problem, table, search.deadline))
         _offer_all(search, greedy)
     if not search.schedule:
         # Eviction is not monotone: a run may fit a lower budget where it gave up under a higher one.
         for step in range(EVICTIONS):
             search.evict(None, problem.budget - step * problem.budget // 50)
+    search.until(WINDOWS)
     if not search.closed():
         _add_instants(search, instants)
+    search.until(1.0)
     if search.schedule and not search.closed():
-        _offer_all(search, greedy)
+        _offer_all(search, redone(problem, table, search.schedule, search.deadline))
         _improve_spans(search)
     return search.solution()
 
@@ -191,7 +219,7 @@ def _offer_all(search: _Search, schedules: Iterable[tuple[int, ...]]) -> None:
     if not search.closed():
         for schedule in schedules:
             search.offer(schedule)
-            if search.closed():
+            if search.closed() or search.seconds_left() <= 0:
                 return
 
 
@@ -202,8 +230,7 @@ def _improve_spans(search: _Search) -> None:
     for parts in SPANS:
         length = max(LEAST_SPAN, n // parts)
         for a in range(0, n - 1, length // 2):
-            if search.timed_out or search.seconds_left() <= 0:
-                search.timed_out = True
+            if search.seconds_left() <= 0:
                 return
             b = min(a + length, n - 1)
             better = improve_span(problem, search.table, search.schedule, a, b, search.deadline)
@@ -222,10 +249,10 @@ def _add_instants(search: _Search, instants: list[int]) -> None:
         plain: tuple[int, ...] = ()
         if changed:
             plain = _lower_budget(search, instants)
-        if rows and not search.closed() and not search.timed_out:
+        if rows and not search.closed() and search.seconds_left() > 0:
             windows = search.solve(instants, search.problem.budget, rows).windows
             plain = _offer(search, windows)[0] if windows else ()
-        if search.closed() or search.timed_out or not plain:
+        if search.closed() or search.seconds_left() <= 0 or not plain:
             return
         new, new_rows = _violated(search.problem, plain, instants)
         new_rows = tuple(row for row in new_rows if row not in rows)
@@ -247,7 +274,6 @@ def _lower_budget(search: _Search, instants: list[int]) -> tuple[int, ...]:
     true_schedule: tuple[int, ...] = ()
     for _ in range(SHRINKS):
         if search.seconds_left() <= 0:
-            search.timed_out = True
             break
         answer = search.solve(instants, budget)
         if answer.windows is None:
