@@ -4,7 +4,8 @@ Every op is an instant at which memory is enforced, and an op is executed again 
 them (Jain et al., MLSys 2020; the rows are those of `solvers/window_model.py` with K = n). Memory while an op
 is executed again is not a row of it: a solution that exceeds the budget there is judged by its true peak.
 
-The program has about n² variables, so it is given to graphs of up to a few hundred ops only.
+What backward computes is not computed again, as in our own plans. The program has about n² variables, so it is
+given to graphs of up to a few hundred ops only.
 """
 
 from collections.abc import Iterator
@@ -25,9 +26,10 @@ TIME_S = 60.0
 
 def checkmate(step: Step) -> Iterator[tuple[str, tuple[int, ...]]]:
     """A program for each budget at which HiGHS finds a solution in time."""
-    problem = step.problem
-    if len(problem.ops) > MOST_OPS:
+    if len(step.problem.ops) > MOST_OPS:
         return
+    ops = tuple(replace(op, reuse=()) for op in step.problem.ops)
+    problem = replace(step.problem, ops=ops)
     table = index(problem)
     peak = evaluate(problem, step.program).peak
     for fraction in FRACTIONS:
