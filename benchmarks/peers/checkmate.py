@@ -4,8 +4,8 @@ Every op is an instant at which memory is enforced, and an op is executed again 
 them (Jain et al., MLSys 2020; the rows are those of `solvers/window_model.py` with K = n). Memory while an op
 is executed again is not a row of it: a solution that exceeds the budget there is judged by its true peak.
 
-What backward computes is not computed again, as in our own plans. The program has about n² variables, so it is
-given to graphs of up to a few hundred ops only.
+What backward computes is not computed again, as in our own plans. The program has about n² variables, so it
+is given to graphs of up to a few hundred ops only.
 """
 
 from collections.abc import Iterator
