@@ -106,7 +106,7 @@ def _instants(problem: Problem, table: Index, before: list[int], after: list[int
         total[t] = op.scratch + sum(
             size
             for s, size in enumerate(problem.sizes)
-            if s in touched or (earlier >> max(table.writer[s], 0) & 1 and readers[s] & later)
+            if s in touched or (readers[s] & later and earlier >> table.writer[s] & 1)
         )
     apart = len(problem.ops) // 100
     found: list[int] = []
@@ -153,7 +153,7 @@ class _Model:
         op, n = self.problem.ops[self.t], len(self.problem.ops)
         found = dict.fromkeys((*op.reads, *op.writes))
         for s, until in enumerate(self.problem.held):
-            written = self.before >> max(self.table.writer[s], 0) & 1
+            written = self._earlier(self.table.writer[s])
             if written and until >= 0 and (until in (self.t, n) or self.after >> until & 1):
                 found[s] = None
         return found
@@ -164,7 +164,7 @@ class _Model:
         waiting = [s for v in readers for s in ops[v].reads]
         for s in waiting:
             w = table.writer[s]
-            if s in self.s or not (self.before >> w & 1 or w in self.f):
+            if s in self.s or not (self._earlier(w) or w in self.f):
                 continue
             self.s[s] = self.model.add_binary_variable()
             if ops[w].candidate and w not in self.r and s not in table.states:
@@ -200,6 +200,10 @@ class _Model:
                 self.s[s].upper_bound = 0.0
             if s in outputs:
                 self.f[self.table.writer[s]].lower_bound = 1.0
+
+    def _earlier(self, v: int) -> bool:
+        """Op v is an ancestor of t; -1 is no op."""
+        return v >= 0 and bool(self.before >> v & 1)
 
     def _beyond(self, s: int) -> bool:
         """It is certainly held beyond t, if it is written before."""

@@ -80,6 +80,8 @@ def greedy_schedules(problem: Problem, table: Index, deadline: float) -> Iterato
     best, cost, price = identity, inf, 0.0
     for exponent in EXPONENTS:
         for start in (0.0, price):
+            if time.monotonic() > deadline:
+                return
             run = _Run(problem, table, exponent, start, deadline, cost, identity)
             schedule, found = run.schedule()
             price = run.price if schedule else price
@@ -111,7 +113,7 @@ def redone(
         while improved:
             improved = False
             for exponent, warm, part in product(EXPONENTS[:2], (False, True), range(parts)):
-                if left <= 0:
+                if left <= 0 or time.monotonic() > deadline:
                     return
                 left -= 1
                 start = price if warm else 0.0
