@@ -38,8 +38,9 @@ def arranged(prepared: Prepared, formulated: Formulated, limits: Limits) -> list
     Args:
         prepared: the captured step.
         formulated: makes the problem of a step.
-        limits: of the search for the least peak of each.
+        limits: of the search for the least peaks of both together.
     """
+    limits = replace(limits, time_s=limits.time_s / 2)
     found = [_arranged(prepared, formulated, limits, changed=False)]
     first = found[0]
     permutation = find_order(prepared, first.problem, first.index)
