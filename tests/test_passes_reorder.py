@@ -17,6 +17,7 @@ from remat.passes import (
     Index,
     Prepared,
     emit_schedule,
+    find_order,
     formulate,
     must_precede,
     planned_trace,
@@ -127,7 +128,7 @@ def test_a_model_trains_as_eager_in_a_random_order(
 def test_a_model_trains_as_eager_in_the_order_for_memory(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    check(in_order(monkeypatch, name, orders.find_order, large=True), large=True)
+    check(in_order(monkeypatch, name, find_order, large=True), large=True)
 
 
 class Wide(torch.nn.Module):
