@@ -1,8 +1,10 @@
 """The peers' programs are what they claim, and all are judged alike."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
@@ -13,12 +15,13 @@ from hypothesis import strategies as st
 from problems import identity, problems
 from torch import Tensor, nn
 
+from benchmarks import comparison, side_by_side
+from benchmarks.comparison import EQUAL, PEERS, Point, choose_peaks
 from benchmarks.peers import torch_budget
 from benchmarks.peers.checkpoint import checkpoint_blocks, chen_sqrt
 from benchmarks.peers.dtr import _Run
 from benchmarks.peers.rotor import _Chain, _tables
 from benchmarks.real_models import Case
-from benchmarks.side_by_side import PEERS, Point, choose_peaks
 from benchmarks.step import PROTOCOL, Step, capture_step, free, judge
 from remat.ir import VerifyError
 from remat.passes import emit_schedule, profile
@@ -209,3 +212,30 @@ def test_the_chosen_peaks_hold_the_least_of_every_peer() -> None:
     assert chosen == sorted(chosen, reverse=True)
     assert {700, 500} <= set(chosen)
     assert 1000 not in chosen
+
+
+def test_the_command_prints_one_table_and_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, figures = tmp_path / "page.md", tmp_path / "figures.jsonl"
+    page.write_text("above\n" + "\nold\n".join(side_by_side.MARKS) + "\nbelow\n")
+    monkeypatch.setattr(side_by_side, "DOCS", page)
+    monkeypatch.setattr(side_by_side, "CASES", (CASE,))
+    monkeypatch.setattr(comparison, "PEERS", PEERS[:3])
+    options = ["--models", "small", "--time-limit", "5", "--json", str(figures), "--write-docs"]
+    monkeypatch.setattr("sys.argv", ["side_by_side", *options])
+    assert side_by_side.main() == 0
+    printed, written = capsys.readouterr().out, page.read_text()
+    assert "### small" in printed
+    assert "### small" in written
+    assert "old" not in written
+    assert written.startswith("above\n")
+    assert written.endswith("below\n")
+    records = [json.loads(line) for line in figures.read_text().splitlines()]
+    rows = [record for record in records if record["kind"] == "row"]
+    assert rows
+    for row in rows:
+        assert row["bound"] <= row["overhead"] <= row["peer_overhead"] + EQUAL
+    assert {record["peer"] for record in records if record["kind"] == "peer"} == {
+        name for name, _ in PEERS[:3]
+    }
