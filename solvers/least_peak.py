@@ -1,22 +1,32 @@
 """The least budget for which a schedule can be found.
 
-A bisection over the budget, between the bytes that no schedule can avoid (`index.forced_bytes`) and the
-peak of the program as it is. Each step runs the program with eviction (`decode.py`) under the budget; on
-joint graphs of transformers this reaches the lower end itself, so that one is tried first.
+Two searches over the budget, between the bytes that no schedule can avoid (`index.forced_bytes`) and the peak
+of the program as it is:
+    (1) a bisection whose steps run the program with eviction (`decode.py`); on joint graphs of transformers
+        this reaches the lower end itself, so that one is tried first;
+    (2) steps down from there by the greedy solver (`greedy.py`), which sees the whole schedule, and gets
+        lower where the graph is no chain.
 
 The answer is a schedule, not a proof: a smaller peak may exist unless the lower end was reached. The
-problem's own budget is not looked at, and neither is the cost beyond the eviction's own preference.
+problem's own budget is not looked at, and neither is the cost beyond the solvers' own preference.
 """
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from .decode import decode
-from .evaluate import Evaluation, evaluate
+from .evaluate import evaluate
+from .greedy import greedy_schedules
 from .improve import drop_repetitions, prune
 from .index import Index, forced_bytes, index
 from .problem import DEFAULT_LIMITS, Limits, Problem, Solution, Status
 
+EVICTION = 0.5
+"""Share of the time limit by which (1) ends."""
+FIRST = 8
+"""(2) begins with a step of this part of what is left."""
+SMALLEST = 32
+"""(2) ends when a step of this part of what is left fails."""
 RESOLUTION = 500
 """The bisection stops when its ends are closer than the upper one over this."""
 
@@ -31,32 +41,68 @@ def least_peak(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> Solution:
         problem: its budget is ignored.
         limits: the clock; the gap does not apply.
     """
-    deadline = time.monotonic() + limits.time_s
-    table = index(problem)
-    schedule = tuple(range(len(problem.ops)))
-    upper = evaluate(problem, schedule).peak
-    lower = max(forced_bytes(problem), default=problem.resident)
-    middle = lower
-    timed_out = False
-    while lower < upper:
-        timed_out = time.monotonic() > deadline
-        if timed_out:
-            break
-        found, measured = _run(problem, table, middle)
-        if found and measured.peak < upper:
-            schedule, upper = found, measured.peak
-        if measured.peak > middle or not found:
-            lower = max(lower, middle)
-            if upper - lower <= upper // RESOLUTION + 1:
-                break
-        middle = (lower + upper) // 2
-    final = drop_repetitions(replace(problem, budget=upper), schedule)
+    begin = time.monotonic()
+    search = _Search(problem, index(problem), tuple(range(len(problem.ops))))
+    search.upper = evaluate(problem, search.schedule).peak
+    search.lower = max(forced_bytes(problem), default=problem.resident)
+    _bisect(search, begin + EVICTION * limits.time_s)
+    _descend(search, begin + limits.time_s)
+    final = drop_repetitions(replace(problem, budget=search.upper), search.schedule)
     measured = evaluate(problem, final)
-    status = Status.TIME_LIMIT if timed_out else Status.FEASIBLE
+    status = Status.TIME_LIMIT if search.timed_out else Status.FEASIBLE
     return Solution(status, final, measured.cost, measured.peak, 0.0, problem.bound_class)
 
 
-def _run(problem: Problem, table: Index, budget: int) -> tuple[tuple[int, ...], Evaluation]:
-    """One run with eviction; its schedule is empty if it gave up."""
-    schedule = prune(problem, decode(problem, table, None, budget))
-    return schedule, evaluate(problem, schedule or range(len(problem.ops)))
+@dataclass(slots=True)
+class _Search:
+    problem: Problem
+    table: Index
+    schedule: tuple[int, ...]
+    """The one with the smallest peak so far."""
+    upper: int = 0
+    """Its peak, bytes."""
+    lower: int = 0
+    """Bytes; nothing fits less."""
+    timed_out: bool = False
+
+    def late(self, deadline: float) -> bool:
+        """The clock has ended this part of the search."""
+        self.timed_out = self.timed_out or time.monotonic() > deadline
+        return time.monotonic() > deadline
+
+    def offer(self, schedule: tuple[int, ...]) -> int:
+        """Keep a schedule if its peak is smaller; returns the peak."""
+        peak = evaluate(self.problem, schedule).peak
+        if peak < self.upper:
+            self.schedule, self.upper = schedule, peak
+        return peak
+
+
+def _bisect(search: _Search, deadline: float) -> None:
+    """(1): a budget that eviction cannot keep raises the lower end of the bisection."""
+    low = middle = search.lower
+    while low < search.upper and not search.late(deadline):
+        schedule = prune(search.problem, decode(search.problem, search.table, None, middle))
+        if not schedule or search.offer(schedule) > middle:
+            low = max(low, middle)
+            if search.upper - low <= search.upper // RESOLUTION + 1:
+                break
+        middle = (low + search.upper) // 2
+
+
+def _descend(search: _Search, deadline: float) -> None:
+    """(2): by a share of what is left: doubled where a step succeeds, halved where it fails."""
+    divisor = FIRST
+    while search.upper - search.lower > search.upper // RESOLUTION and divisor <= SMALLEST:
+        now = time.monotonic()
+        if search.late(deadline):
+            return
+        budget = search.upper - (search.upper - search.lower) // divisor
+        capped = replace(search.problem, budget=budget)
+        runs = greedy_schedules(capped, search.table, now + (deadline - now) / 4)
+        schedule = next(runs, ())
+        if schedule:
+            search.offer(schedule)
+            divisor = max(2, divisor // 2)
+        else:
+            divisor *= 2
