@@ -42,6 +42,8 @@ SHRINKS = 4
 """Times that the budget is lowered in one round."""
 EVICTIONS = 4
 """Budgets under which a run with eviction is tried before the model is."""
+INSTANTS = 3
+"""Instants that are tried alone at first."""
 NEW_INSTANTS = 3
 """Instants added in one round."""
 NEW_ROWS = 6
@@ -191,8 +193,7 @@ def solve_windows(
         return search.solution()
     search.offer(start)
     search.until(1.0)
-    instants = [identity.peak_at]
-    search.solve(instants, problem.budget)
+    instants = _first_instants(search, identity)
     search.until(INCUMBENTS)
     greedy = greedy_schedules(problem, table, search.deadline)
     _offer_all(search, islice(greedy, QUICK))
@@ -212,6 +213,20 @@ def solve_windows(
         _offer_all(search, redone(problem, table, search.schedule, search.deadline))
         _improve_spans(search)
     return search.solution()
+
+
+def _first_instants(search: _Search, identity: Evaluation) -> list[int]:
+    """The instant that alone gives the best bound, of those where the program as it is takes the most."""
+    used = identity.bytes
+    apart = max(1, len(used) // 100)
+    found: list[int] = []
+    for t in sorted(range(len(used)), key=lambda t: (-used[t], t)):
+        if used[t] <= search.problem.budget or len(found) == INSTANTS:
+            break
+        if all(abs(t - other) > apart for other in found):
+            found.append(t)
+    bounds = {t: search.solve([t], search.problem.budget).bound for t in found}
+    return [max(found, key=lambda t: (bounds[t], used[t], -t))]
 
 
 def _offer_all(search: _Search, schedules: Iterable[tuple[int, ...]]) -> None:
