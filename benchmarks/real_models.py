@@ -41,7 +41,7 @@ def _ids(batch: int, length: int) -> Tensor:
     return torch.zeros(batch, length, dtype=torch.long)
 
 
-def _gpt2(batch: int, **sizes: int) -> tuple[nn.Module, dict[str, Any]]:
+def gpt2(batch: int, **sizes: int) -> tuple[nn.Module, dict[str, Any]]:
     module = hf.GPT2LMHeadModel._from_config(hf.GPT2Config(**sizes), dtype=HALF)
     ids = _ids(batch, 1024)
     return module, {"input_ids": ids, "labels": ids, "use_cache": False}
@@ -153,12 +153,12 @@ def _whisper() -> tuple[nn.Module, dict[str, Any]]:
 _RESNET = r"encoder\.stages\.\d+\.layers\.\d+"
 
 CASES = (
-    Case("gpt2", "bf16, 8 x 1024", r"transformer\.h\.\d+", lambda: _gpt2(8)),
+    Case("gpt2", "bf16, 8 x 1024", r"transformer\.h\.\d+", lambda: gpt2(8)),
     Case(
         "gpt2_xl",
         "bf16, 4 x 1024",
         r"transformer\.h\.\d+",
-        lambda: _gpt2(4, n_layer=48, n_embd=1600, n_head=25),
+        lambda: gpt2(4, n_layer=48, n_embd=1600, n_head=25),
     ),
     Case("bert_large", "fp32, 8 x 512", r"bert\.encoder\.layer\.\d+", _bert),
     Case("llama3_8b", "bf16, 1 x 4096", r"model\.layers\.\d+", lambda: _llama(32)),
