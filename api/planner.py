@@ -171,8 +171,10 @@ def make_plan(
         costs = [by_name.get(op.name, 0) for op in step.graph.ops]
         return _formulate(replace(request, patterns=patterns), step, around, costs)
 
-    brief = replace(request.limits, time_s=request.limits.time_s / 3)
+    brief = replace(request.limits, time_s=request.limits.time_s / 6)
     candidates = arranged(prepared, formulated, brief)
+    if request.budget < least_of(candidates).least.peak:  # look harder before giving up
+        candidates = arranged(prepared, formulated, request.limits)
     tightest = least_of(candidates)
     least = tightest.least
 

@@ -31,6 +31,7 @@ from .evaluate import Evaluation, evaluate, excesses
 from .greedy import greedy_schedules, redone
 from .improve import drop_repetitions, prune
 from .index import Index, forced_bytes, index
+from .least_peak import least_peak
 from .problem import DEFAULT_LIMITS, BoundClass, Limits, Problem, Solution, Status
 from .span import improve_span
 from .stage_rows import add_stage_rows
@@ -40,8 +41,10 @@ ROUNDS = 12
 """Times that instants are added."""
 SHRINKS = 4
 """Times that the budget is lowered in one round."""
-EVICTIONS = 4
-"""Budgets under which a run with eviction is tried before the model is."""
+NESTED = 0.12
+"""Bound, as a fraction of the baseline cost, from which nested recomputation is tried first."""
+LAST = 0.15
+"""Share of the time limit for the schedule of least peak, where nothing else fits."""
 INSTANTS = 3
 """Instants that are tried alone at first."""
 NEW_INSTANTS = 3
@@ -195,16 +198,7 @@ def solve_windows(
     search.until(1.0)
     instants = _first_instants(search, identity)
     search.until(INCUMBENTS)
-    greedy = greedy_schedules(problem, table, search.deadline)
-    _offer_all(search, islice(greedy, QUICK))
-    far = search.gap() > FAR
-    if far:
-        _offer_all(search, chain_schedules(problem, table, search.deadline))
-        _offer_all(search, greedy)
-    if not search.schedule:
-        # Eviction is not monotone: a run may fit a lower budget where it gave up under a higher one.
-        for step in range(EVICTIONS):
-            search.evict(None, problem.budget - step * problem.budget // 50)
+    _incumbents(search)
     search.until(WINDOWS)
     if not search.closed():
         _add_instants(search, instants)
@@ -213,6 +207,22 @@ def solve_windows(
         _offer_all(search, redone(problem, table, search.schedule, search.deadline))
         _improve_spans(search)
     return search.solution()
+
+
+def _incumbents(search: _Search) -> None:
+    """First schedules; the more is to be recomputed, the more likely it is that a chain gives the best."""
+    problem, table = search.problem, search.table
+    greedy = greedy_schedules(problem, table, search.deadline)
+    chain = chain_schedules(problem, table, search.deadline)
+    if search.bound > NESTED * problem.baseline_cost:
+        _offer_all(search, chain)
+    _offer_all(search, islice(greedy, QUICK))
+    if search.gap() > FAR:
+        _offer_all(search, chain)
+        _offer_all(search, greedy)
+    if not search.schedule:
+        limits = replace(search.limits, time_s=LAST * search.limits.time_s)
+        search.offer(least_peak(problem, limits).schedule)
 
 
 def _first_instants(search: _Search, identity: Evaluation) -> list[int]:
