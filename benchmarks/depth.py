@@ -2,7 +2,7 @@
 
     python -m benchmarks.depth [--layers 12,24,48,96] [--fraction .5] [--time-limit 60]
 
-The model (width 1024, 8 x 1024 tokens) is captured without memory, for a named GPU. A line has: layers, n (ops),
+The model (width 1024, 8 x 1024 tokens) is captured without memory, for a named GPU. A line has: layers,
 capture_seconds, then what `benchmarks.graphs` prints for the fraction of the program's own peak.
 """
 

@@ -42,6 +42,7 @@ def _ids(batch: int, length: int) -> Tensor:
 
 
 def gpt2(batch: int, **sizes: int) -> tuple[nn.Module, dict[str, Any]]:
+    """GPT-2 with 1024 tokens a sequence; `sizes` go to its configuration."""
     module = hf.GPT2LMHeadModel._from_config(hf.GPT2Config(**sizes), dtype=HALF)
     ids = _ids(batch, 1024)
     return module, {"input_ids": ids, "labels": ids, "use_cache": False}

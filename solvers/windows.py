@@ -59,9 +59,9 @@ WORK = 1_000_000
 """Branch-and-bound nodes times variables of one solve, roughly."""
 LOOSE = 0.02
 """Relative gap at which a solve stops that is made for its solution, not for its bound."""
-INCUMBENTS = 0.35
+INCUMBENTS = 0.6
 """Share of the time limit by which the first schedules must be there."""
-WINDOWS = 0.8
+WINDOWS = 0.85
 """Share of the time limit by which instants are added."""
 QUICK = 1
 """Schedules that the greedy solver is asked for at first."""
