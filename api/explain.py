@@ -32,9 +32,10 @@ def _figures(plan: Plan) -> list[str]:
         ("peak", plan.peak_bytes),
         ("eager peak", plan.baseline_peak_bytes),
         ("least peak", plan.least_peak_bytes),
+        ("no less than", plan.least_peak_bound_bytes),
         ("resident", plan.resident_bytes),
     ]
-    lines = [f"{name:<11} {in_units(size):>12}  {size:>16,} B" for name, size in rows]
+    lines = [f"{name:<12} {in_units(size):>12}  {size:>16,} B" for name, size in rows]
     if plan.is_eager:
         return [*lines, "The budget is at or above eager's peak: the step runs as it is."]
     return [

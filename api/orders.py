@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from remat.passes import Index, Ledger, Prepared, find_order, reorder_step
-from remat.solvers import Limits, Problem, Solution, evaluate, least_peak
+from remat.solvers import Limits, Problem, Solution, evaluate, forced_bytes, least_peak
 
 Formulated = Callable[[Prepared], tuple[Problem, Index]]
 
@@ -78,6 +78,11 @@ def choose(candidates: Sequence[Arranged]) -> Arranged:
 def least_of(candidates: Sequence[Arranged]) -> Arranged:
     """The order with the least peak; as captured among equals."""
     return min(candidates, key=lambda c: c.least.peak)
+
+
+def least_bound(candidates: Sequence[Arranged]) -> int:
+    """Bytes that no schedule of any of the orders can avoid."""
+    return min(max(forced_bytes(c.problem)) for c in candidates)
 
 
 def ledger(

@@ -55,7 +55,7 @@ from remat.solvers import (
 
 from .infeasible import blame, infeasible_error
 from .optimizers import Assumed
-from .orders import Arranged, arranged, choose, least_of, ledger
+from .orders import Arranged, arranged, choose, least_bound, least_of, ledger
 from .outstanding import OTHERS, left_bytes, solve_reserved
 from .program import Program, make_program
 
@@ -208,8 +208,11 @@ def make_plan(
         least_peak_bytes = profile(emitted(tightest, least.schedule, others).trace).peak
     only_planned = bool(request.patterns.recompute)  # eager keeps what it computes
     least_bytes = least_peak_bytes if only_planned else min(baseline, least_peak_bytes)
+    bound_bytes = min(least_bytes, max(optimizer_peak, least_bound(candidates)))
     beforehand = profile(eager).resident
-    figures = _Figures(asked, prepared, around, baseline, beforehand, least_bytes, sum(times))
+    figures = _Figures(
+        asked, prepared, around, baseline, beforehand, least_bytes, bound_bytes, sum(times)
+    )
     if request.budget >= baseline and not only_planned:
         clock.begin("")
         plan = _plan(figures, None, None)
@@ -346,6 +349,7 @@ class _Figures:
     beforehand: int
     """Bytes on the device before the step, if eager runs it: constants of the graph are not there."""
     least: int
+    least_bound: int
     step_time_ns: int
 
 
@@ -368,6 +372,7 @@ def _plan(figures: _Figures, solution: Solution | None, emitted: Emitted | None)
         resident_bytes=resident if emitted else figures.beforehand,
         baseline_peak_bytes=figures.baseline,
         least_peak_bytes=figures.least,
+        least_peak_bound_bytes=figures.least_bound,
         step_time_ns=figures.step_time_ns,
         overhead=solution.cost / base if solution else 0.0,
         lower_bound=max(0.0, solution.bound) / base if solution else 0.0,

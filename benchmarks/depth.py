@@ -31,7 +31,9 @@ def main() -> int:
     """Print the lines; return the exit status."""
     parser = argparse.ArgumentParser(description="Planning time by depth")
     parser.add_argument("--layers", default="12,24,48,96")
-    parser.add_argument("--fraction", default=".5", type=Fraction, help="of the program's own peak")
+    parser.add_argument(
+        "--fraction", default=".5", type=Fraction, help="of the program's own peak"
+    )
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for each solve")
     parser.add_argument("--gap", type=float, default=0.005, help="0.005: half a point")
     parser.add_argument("--device", default="a100-80gb", help="whose speed and kernels count")
@@ -39,7 +41,9 @@ def main() -> int:
     limits = Limits(time_s=arguments.time_limit, gap=arguments.gap)
     for layers in map(int, arguments.layers.split(",")):
         start = time.perf_counter()
-        case = Case(f"gpt_{layers}", "bf16, 8 x 1024", r"transformer\.h\.\d+", partial(_gpt, layers))
+        case = Case(
+            f"gpt_{layers}", "bf16, 8 x 1024", r"transformer\.h\.\d+", partial(_gpt, layers)
+        )
         step = capture_step(case, arguments.device)
         captured = round(time.perf_counter() - start, 1)
         line = {"layers": layers, "capture_seconds": captured}

@@ -73,6 +73,8 @@ class Plan:
     """Peak of the whole step as eager runs it today."""
     least_peak_bytes: int
     """Smallest peak for which a plan was found."""
+    least_peak_bound_bytes: int
+    """No plan, in any of the orders that were looked at, has a smaller peak."""
     step_time_ns: int
     """Predicted time of forward and backward, without repetitions."""
     overhead: float
