@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from remat.passes import Index, Ledger, Prepared, find_order, reorder_step
-from remat.solvers import Limits, Problem, Solution, evaluate, forced_bytes, least_peak
+from remat.solvers import (
+    Limits,
+    Problem,
+    Solution,
+    evaluate,
+    forced_bytes,
+    least_peak,
+    solve_windows,
+)
 
 Formulated = Callable[[Prepared], tuple[Problem, Index]]
 
@@ -78,6 +86,22 @@ def choose(candidates: Sequence[Arranged]) -> Arranged:
 def least_of(candidates: Sequence[Arranged]) -> Arranged:
     """The order with the least peak; as captured among equals."""
     return min(candidates, key=lambda c: c.least.peak)
+
+
+def searched(candidates: Sequence[Arranged], limits: Limits) -> list[Arranged]:
+    """The same, each with a schedule that fits the budget of the problems, if the solver finds one."""
+    found: list[Arranged] = []
+    for candidate in candidates:
+        if (
+            not max(forced_bytes(candidate.problem))
+            <= candidate.problem.budget
+            < candidate.least.peak
+        ):
+            found.append(candidate)
+            continue
+        solution = solve_windows(candidate.problem, replace(limits, time_s=limits.time_s / 2))
+        found.append(replace(candidate, least=solution) if solution.schedule else candidate)
+    return found
 
 
 def least_bound(candidates: Sequence[Arranged]) -> int:

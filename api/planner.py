@@ -55,7 +55,7 @@ from remat.solvers import (
 
 from .infeasible import blame, infeasible_error
 from .optimizers import Assumed
-from .orders import Arranged, arranged, choose, least_bound, least_of, ledger
+from .orders import Arranged, arranged, choose, least_bound, least_of, ledger, searched
 from .outstanding import OTHERS, left_bytes, solve_reserved
 from .program import Program, make_program
 
@@ -174,7 +174,7 @@ def make_plan(
     brief = replace(request.limits, time_s=request.limits.time_s / 6)
     candidates = arranged(prepared, formulated, brief)
     if request.budget < least_of(candidates).least.peak:  # look harder before giving up
-        candidates = arranged(prepared, formulated, request.limits)
+        candidates = searched(arranged(prepared, formulated, request.limits), request.limits)
     tightest = least_of(candidates)
     least = tightest.least
 

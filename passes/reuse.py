@@ -2,8 +2,9 @@
 
 Conditions, beyond those of the kernel (`ir.in_place`). Op v may write its result b over storage a if
     (1) v reads a through one value, allocates b alone, and the two have the same size;
-    (2) a is allocated by an op on the same side of the border as v: not by the border, and no input;
-        so it is new in every run of that side, also of a backward that is run twice;
+    (2) a is allocated by an op of torch itself on the same side of the border as v: not by the border, and
+        no input; so it is new in every run of that side, also of a backward that is run twice. A custom
+        op may return a tensor that it keeps;
     (3) no output refers to a: no result, no update, no gradient, which autograd may keep and hooks may see;
     (4) v draws no random numbers.
 Of several such operands the one that is last read the earliest is taken: it is the likeliest to die at v.
@@ -15,14 +16,22 @@ Not handled: a repetition that reuses; a storage of another size or type; severa
 
 from collections.abc import Iterable, Sequence
 
-from remat.ir import BORDER, Graph
+from remat.ir import Graph
+
+OF_TORCH = ("aten", "prims")
+"""Namespaces of ops that allocate what they return."""
 
 
 def reusable(graph: Graph) -> dict[int, tuple[int, int, int]]:
     """Op -> value that it may overwrite, the storage of that value, and the storage of its own result."""
     border = graph.border
     seen = (*graph.inputs, *(output.value for output in graph.outputs))
-    writer = {s: i for i, op in enumerate(graph.ops) if op.target != BORDER for s in op.allocates}
+    writer = {
+        s: i
+        for i, op in enumerate(graph.ops)
+        if op.target.partition(".")[0] in OF_TORCH
+        for s in op.allocates
+    }
     for storage in (s for value in seen for s in graph.values[value].storages):
         writer.pop(storage, None)
     last = {s: i for i, op in enumerate(graph.ops) for s in _reads(graph, op.operands)}

@@ -59,6 +59,8 @@ WORK = 1_000_000
 """Branch-and-bound nodes times variables of one solve, roughly."""
 LOOSE = 0.02
 """Relative gap at which a solve stops that is made for its solution, not for its bound."""
+FIRST = 0.2
+"""Share of the time limit by which the first bound must be there."""
 INCUMBENTS = 0.6
 """Share of the time limit by which the first schedules must be there."""
 WINDOWS = 0.85
@@ -129,7 +131,9 @@ class _Search:
         """Begin a part of the search that may last until a share of the time limit."""
         self.deadline = self.begin + share * self.limits.time_s
 
-    def solve(self, instants: list[int], budget: int, rows: Rows = ()) -> Answer:
+    def solve(
+        self, instants: list[int], budget: int, rows: Rows = (), *, loose: float = 0.0
+    ) -> Answer:
         """The model at these instants and this budget; raises the bound if it proves one."""
         nodes = max(20, WORK // (len(instants) * len(self.problem.ops)))
         build = build_model(replace(self.problem, budget=budget), self.table, instants)
@@ -140,7 +144,7 @@ class _Search:
             gap=0.5 * self.limits.gap,
             nodes=nodes,
             time_s=self.seconds_left(),
-            loose=0.0 if budget == self.problem.budget else LOOSE,
+            loose=loose if budget == self.problem.budget else LOOSE,
         )
         if proves:
             self.bound = max(self.bound, answer.bound)
@@ -195,8 +199,10 @@ def solve_windows(
         search.bound = float("inf")
         return search.solution()
     search.offer(start)
-    search.until(1.0)
+    search.until(FIRST)
     instants = _first_instants(search, identity)
+    if search.bound == float("inf"):
+        return search.solution()
     search.until(INCUMBENTS)
     _incumbents(search)
     search.until(WINDOWS)
@@ -235,7 +241,7 @@ def _first_instants(search: _Search, identity: Evaluation) -> list[int]:
             break
         if all(abs(t - other) > apart for other in found):
             found.append(t)
-    bounds = {t: search.solve([t], search.problem.budget).bound for t in found}
+    bounds = {t: search.solve([t], search.problem.budget, loose=LOOSE).bound for t in found}
     return [max(found, key=lambda t: (bounds[t], used[t], -t))]
 
 

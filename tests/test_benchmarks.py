@@ -1,6 +1,8 @@
 """The peers' programs are what they claim, and all are judged alike."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -12,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import identity, problems
+from problems import chain, identity, problems
 from torch import Tensor, nn
 
 from benchmarks import comparison, side_by_side
@@ -239,3 +241,37 @@ def test_the_command_prints_one_table_and_writes_it(
     assert {record["peer"] for record in records if record["kind"] == "peer"} == {
         name for name, _ in PEERS[:3]
     }
+
+
+def _node_link(problem: Problem) -> str:
+    """A problem with a storage for each op, as the JSON that traced graphs are published in."""
+    nodes = [
+        {"id": v, "name": f"op{v}", "cost_ram": problem.sizes[v], "cost_cpu": op.cost}
+        for v, op in enumerate(problem.ops)
+    ]
+    links = [{"source": s, "target": v} for v, op in enumerate(problem.ops) for s in op.reads]
+    return json.dumps({"graph": {"keep_order": True}, "nodes": nodes, "links": links})
+
+
+def test_a_folder_of_graphs_is_solved_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "chain.json").write_text(_node_link(chain(6)))
+    (tmp_path / "other.json").write_text('{"not": "a graph"}')
+    command = [sys.executable, "-m", "benchmarks.graphs", str(tmp_path), "--fractions", "1,.7,.1"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "other.json is passed over" in ran.stderr
+    lines = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [line["fraction"] for line in lines] == [1, 0.7, 0.1]
+    assert [line["status"] for line in lines] == ["optimal", "optimal", "infeasible"]
+    # 12 ops of time 1; the peak is 7 bytes: two bytes less are two repetitions.
+    assert [line["overhead_percent"] for line in lines] == [0, round(100 * 2 / 12, 4), None]
+    assert [line["bound_percent"] for line in lines] == [0, round(100 * 2 / 12, 4), None]
+    assert [(line["peak"], line["budget"]) for line in lines] == [(7, 7), (5, 5), (None, 1)]
+    assert {(line["graph"], line["n"], line["m"]) for line in lines} == {("chain", 12, 16)}
+
+
+def test_a_folder_without_graphs_is_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.graphs", str(tmp_path / "absent")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "has no *.json graphs" in ran.stderr

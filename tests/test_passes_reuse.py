@@ -112,3 +112,39 @@ def test_backward_may_run_again_and_hooks_see_what_they_see_in_eager(
     assert dropin.remat.plan.reused
     assert same(seen(dropin), seen(make(build)))
     assert dropin.remat.stats.planned == 1
+
+
+TABLE = torch.linspace(0.5, 1.5, 64 * 16).view(64, 16)
+
+
+@torch.library.custom_op("remat_test_reuse::table", mutates_args=())
+def table(x: Tensor) -> Tensor:
+    """Returns what it keeps."""
+    return TABLE
+
+
+@table.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+table.register_autograd(
+    lambda context, gradient: None, setup_context=lambda context, inputs, output: None
+)
+
+
+class Tabled(Classifier):
+    """Uses what a custom op returns, which dies in the graph but not in the op's own memory."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:
+        hidden = functional.silu(self.layers[0](x))
+        hidden = table(hidden.detach()).sin() * hidden
+        for layer in self.layers[1:-1]:
+            hidden = functional.silu(layer(hidden))
+        return functional.cross_entropy(self.layers[-1](hidden), target)
+
+
+def test_what_a_custom_op_returns_is_not_overwritten() -> None:
+    found = in_place(Tabled)
+    assert found
+    assert not any("table" in over for over in found.values())
