@@ -22,7 +22,7 @@ Not handled: a bound (it is 0), other orders of first executions.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, product
 from math import inf
@@ -68,18 +68,24 @@ def solve_greedy(problem: Problem, limits: Limits = DEFAULT_LIMITS) -> Solution:
     return _solution(problem, table, best, late=time.monotonic() > deadline)
 
 
-def greedy_schedules(problem: Problem, table: Index, deadline: float) -> Iterator[tuple[int, ...]]:
+def greedy_schedules(
+    problem: Problem,
+    table: Index,
+    deadline: float,
+    exponents: Sequence[float] = EXPONENTS,
+) -> Iterator[tuple[int, ...]]:
     """Feasible schedules, each cheaper than the one before; the search goes on while they are taken.
 
     Args:
         problem: what to solve.
         table: of the same ops.
         deadline: by `time.monotonic`.
+        exponents: see above; in this order.
     """
     identity = tuple(range(len(problem.ops)))
     best, cost, price = identity, inf, 0.0
-    for exponent in EXPONENTS:
-        for start in (0.0, price):
+    for exponent in exponents:
+        for start in dict.fromkeys((0.0, price)):
             if time.monotonic() > deadline:
                 return
             run = _Run(problem, table, exponent, start, deadline, cost, identity)

@@ -23,6 +23,8 @@ from .problem import DEFAULT_LIMITS, Limits, Problem, Solution, Status
 
 EVICTION = 0.5
 """Share of the time limit by which (1) ends."""
+EXPONENTS = (16.0, 4.0)
+"""With which the greedy solver is run in (2)."""
 FIRST = 8
 """(2) begins with a step of this part of what is left."""
 SMALLEST = 32
@@ -99,7 +101,7 @@ def _descend(search: _Search, deadline: float) -> None:
             return
         budget = search.upper - (search.upper - search.lower) // divisor
         capped = replace(search.problem, budget=budget)
-        runs = greedy_schedules(capped, search.table, now + (deadline - now) / 4)
+        runs = greedy_schedules(capped, search.table, now + (deadline - now) / 4, EXPONENTS)
         schedule = next(runs, ())
         if schedule:
             search.offer(schedule)
