@@ -6,8 +6,10 @@ scratch is that of the op as it stands. Overloads with ``out=`` that torch gener
 allocate and copy; they are not in the table, and neither is anything random. Each entry is tested for bits
 and bytes: that the names agree says nothing.
 
-An operand may be overwritten if it is one whole block of memory in exactly the layout of the result, and
-no other operand refers to that block. Whether anyone still needs it is for `passes.reuse` to say.
+An operand may be overwritten if it is one whole block of memory in exactly the layout of the result, no other
+operand refers to that block, and every operand of the result's shape has that layout: where layouts are
+mixed, kernels may choose another one than tracing says, and those of the softmaxes write nonsense into a
+given place. Whether anyone still needs it is for `passes.reuse` to say.
 
 Not handled: sizes that are symbols; ops with several results.
 """
@@ -74,8 +76,19 @@ def overwritable(node: fx.Node) -> list[fx.Node]:
     blocks = [
         v.untyped_storage()._cdata for n in found if isinstance(v := n.meta["val"], torch.Tensor)
     ]
+    if not _alike(node.meta["val"], [n.meta["val"] for n in found]):
+        return []
     allowed = found if _place(form) else found[:1]
     return [n for n in allowed if _fits(n.meta["val"], node.meta["val"], blocks)]
+
+
+def _alike(result: torch.Tensor, operands: list[Any]) -> bool:
+    """Every operand of the result's shape is laid out like it."""
+    return all(
+        v.stride() == result.stride()
+        for v in operands
+        if isinstance(v, torch.Tensor) and v.shape == result.shape
+    )
 
 
 def _fits(operand: Any, result: torch.Tensor, blocks: list[int]) -> bool:
