@@ -247,11 +247,13 @@ def _first_instants(search: _Search, identity: Evaluation) -> list[int]:
 
 def _offer_all(search: _Search, schedules: Iterable[tuple[int, ...]]) -> None:
     """Offer schedules until cost and bound meet."""
-    if not search.closed():
-        for schedule in schedules:
-            search.offer(schedule)
-            if search.closed() or search.seconds_left() <= 0:
-                return
+    if search.closed():
+        return
+    for schedule in schedules:
+        search.offer(schedule)
+        if search.closed() or search.seconds_left() <= 0:
+            return
+    search.seconds_left()  # the clock may have ended the schedules
 
 
 def _improve_spans(search: _Search) -> None:
