@@ -28,7 +28,7 @@ def blame(patterns: Patterns, budget: int, least_under: Callable[[Patterns], int
 
 
 def infeasible_error(
-    budget: int, least: int, trace: Trace, blamed: str = ""
+    budget: int, least: int, trace: Trace, blamed: str = "", bound: int = 0
 ) -> InfeasibleBudgetError:
     """Explain why `budget` cannot be met.
 
@@ -37,7 +37,14 @@ def infeasible_error(
         least: the least peak for which a plan was found, bytes.
         trace: the step of that plan.
         blamed: which of the user's patterns are in the way; see `blame`.
+        bound: bytes that no plan can avoid.
     """
+    doubt = ""
+    if budget >= bound:
+        doubt = (
+            f", as far as was found: none can be below {bound} bytes, and a longer time_limit_s may "
+            "find one between"
+        )
     found = profile(trace)
     at = found.peak_instant
     instant = trace.instants[at]
@@ -52,7 +59,7 @@ def infeasible_error(
     where += f" ({instant.source})" if instant.source else ""
     helps = _what_helps(found.resident, budget, trace, instant.phase)
     return InfeasibleBudgetError(
-        f"no plan fits a budget of {budget} bytes ({in_units(budget)}).\n"
+        f"no plan fits a budget of {budget} bytes ({in_units(budget)}){doubt}.\n"
         f"  least feasible peak: {least} bytes ({in_units(least)})\n"
         f"  reached at: {where}\n"
         f"  filled by: {filling}{scratch}\n"

@@ -171,10 +171,12 @@ def make_plan(
         costs = [by_name.get(op.name, 0) for op in step.graph.ops]
         return _formulate(replace(request, patterns=patterns), step, around, costs)
 
-    brief = replace(request.limits, time_s=request.limits.time_s / 6)
+    share = 60 if request.budget >= baseline else 6
+    brief = replace(request.limits, time_s=request.limits.time_s / share)
     candidates = arranged(prepared, formulated, brief)
     if request.budget < least_of(candidates).least.peak:  # look harder before giving up
-        candidates = searched(arranged(prepared, formulated, request.limits), request.limits)
+        longer = replace(request.limits, time_s=request.limits.time_s / 2)
+        candidates = searched(arranged(prepared, formulated, longer), longer)
     tightest = least_of(candidates)
     least = tightest.least
 
@@ -219,7 +221,7 @@ def make_plan(
         return Planned(plan, None, None, prepared, None, eager, clock.seconds)
     if request.budget < least_bytes:
         trace = emitted(tightest, least.schedule, others).trace
-        raise infeasible_error(request.budget, least_bytes, trace, blamed())
+        raise infeasible_error(request.budget, least_bytes, trace, blamed(), bound_bytes)
     clock.begin("solve")
     chosen = tightest if others else choose(candidates)
 

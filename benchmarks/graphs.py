@@ -2,7 +2,8 @@
 
     python -m benchmarks.graphs FOLDER --fractions .9,.8 --time-limit 60
 
-FOLDER is searched for ``*.json`` in the formats of `graph_files`. A line has: graph, n (ops), m (edges),
+FOLDER is searched for ``*.json``: networkx's node-link JSON, of three kinds (`graph_files`). Whatever is no
+such graph is passed over, and named on stderr. A line has: graph, n (ops), m (edges),
 fraction, status, overhead_percent and bound_percent (of the time of executing every op once; null if
 there is no schedule), peak and budget (bytes), seconds.
 """
@@ -34,7 +35,7 @@ def lines(folder: Path, fractions: Sequence[Fraction], limits: Limits) -> Iterat
     for file in files:
         try:
             problem = load_graph(file)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             print(f"{file} is passed over: not a graph ({error!r})", file=sys.stderr)
             continue
         for fraction in fractions:
@@ -78,15 +79,21 @@ def main() -> int:
     try:
         fractions = [Fraction(text) for text in arguments.fractions.split(",")]
     except ValueError as error:
-        parser.error(f"--fractions: {error}")
+        parser.error(f"--fractions, as in .9,.8: {error}")
+    if not all(0 < fraction <= 1 for fraction in fractions):
+        parser.error("--fractions: each above 0, and at most 1, as in .9,.8")
+    if arguments.time_limit <= 0 or not 0 <= arguments.gap < 1:
+        parser.error("--time-limit must be above 0, --gap at least 0 and below 1")
     limits = Limits(time_s=arguments.time_limit, gap=arguments.gap)
+    count = 0
     try:
         for line in lines(arguments.folder, fractions, limits):
             print(json.dumps(line), flush=True)
+            count += 1
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 2
-    return 0
+    return 0 if count else 1
 
 
 if __name__ == "__main__":

@@ -160,6 +160,8 @@ def main() -> int:
     parser.add_argument("--write-docs", action="store_true", help="put it into docs/benchmarks.md")
     arguments = parser.parse_args()
     wanted = arguments.models.split(",")
+    if unknown := [name for name in wanted if name not in names]:
+        parser.error(f"--models: {', '.join(unknown)} is none of {', '.join(names)}")
     limits = Limits(time_s=arguments.time_limit)
     if arguments.json:
         arguments.json.write_text("")

@@ -49,6 +49,8 @@ def cut_stages(
 ) -> tuple[tuple[int, ...], dict[int, int]]:
     """Cut backward into stages; a gradient is delivered at the end of the stage of its last use.
 
+    That of its parameter counts too: a hook may step the parameter as soon as it has its gradient.
+
     Returns:
         The ops that end a stage, and for each gradient storage the op that ends its stage.
     """
@@ -67,6 +69,22 @@ def cut_stages(
         for value in (*op.operands, op.result):
             at = max(i, first)
             ready |= {s: at for s in graph.values[value].storages if s in ready}
+    last_read = {
+        s: i
+        for i in real
+        if i > graph.border
+        for value in graph.ops[i].operands
+        for s in graph.values[value].storages
+        if s in inputs
+    }
+    parameters = {graph.values[value].name: value for value in graph.inputs}
+    for output in graph.outputs:
+        if output.kind is OutputKind.GRADIENT and output.target in parameters:
+            read = graph.values[parameters[output.target]].storages
+            end = max((last_read[s] for s in read if s in last_read), default=0)
+            ready |= {
+                s: max(ready[s], end) for s in graph.values[output.value].storages if s in ready
+            }
     size = {s: at_binding(graph.storages[s].size, binding) for s in ready}
     ends: list[int] = []
     pending = 0

@@ -4,15 +4,13 @@ The order is the solver's (`solvers/order.py`), within what must stay:
     (1) An op runs after the ops that compute its operands, views and integers included.
     (2) Random ops, and custom ones, which may do anything, keep their order among each other, so the step
         draws the numbers that eager draws.
-    (3) What reads a parameter in backward and ran before its gradient was there, still does: a hook may step
-        the parameter as soon as it has its gradient, as in eager.
-    (4) Forward stays before the border, backward after it. Updates of buffers are outputs of the graph and
+    (3) Forward stays before the border, backward after it. Updates of buffers are outputs of the graph and
         are copied into place between the two, whatever the order.
 Every op computes the same from the same, so results are the same bits. Stages of backward are cut anew in the
-new order (`formulate.cut_stages`), and a gradient is still delivered after its last use.
+new order (`formulate.cut_stages`), and a gradient is still delivered after its last use, and its parameter's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,7 +18,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from remat import solvers
-from remat.ir import Graph, OutputKind, VerifyError, verify
+from remat.ir import VerifyError, verify
 from remat.ir.canonical import is_random
 from remat.ir.lift import lift
 
@@ -42,7 +40,7 @@ def find_order(prepared: Prepared, problem: solvers.Problem, index: Index) -> tu
 
 
 def must_precede(prepared: Prepared, index: Index) -> list[tuple[int, int]]:
-    """Pairs of problem ops on one side of the border that keep their order, by (1), (2) and (3).
+    """Pairs of problem ops on one side of the border that keep their order, by (1) and (2).
 
     Args:
         prepared: the step.
@@ -63,29 +61,7 @@ def must_precede(prepared: Prepared, index: Index) -> list[tuple[int, int]]:
             behind[op.result] = (number[i],)
             if op.name in nodes and _stays_in_line(nodes[op.name]):
                 in_line.append(number[i])
-    return [*pairs, *pairwise(in_line), *_before_gradients(graph, number)]
-
-
-def _before_gradients(graph: Graph, number: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Pairs (an op of backward that reads a parameter, a later one that allocates its gradient)."""
-    names = {graph.values[value].name: value for value in graph.inputs}
-    writer = {s: i for i, op in enumerate(graph.ops) for s in op.allocates}
-    gradients: dict[int, list[int]] = {}
-    """Storage of a parameter -> ops that allocate its gradient."""
-    for output in graph.outputs:
-        if output.kind is OutputKind.GRADIENT and output.target in names:
-            made = [writer[s] for s in graph.values[output.value].storages if s in writer]
-            for s in graph.values[names[output.target]].storages:
-                gradients.setdefault(s, []).extend(made)
-    return [
-        (number[i], number[made])
-        for i, op in enumerate(graph.ops)
-        if i in number and i > graph.border
-        for value in op.operands
-        for s in graph.values[value].storages
-        for made in gradients.get(s, ())
-        if i < made and made in number
-    ]
+    return [*pairs, *pairwise(in_line)]
 
 
 def _stays_in_line(node: fx.Node) -> bool:

@@ -99,7 +99,7 @@ def _descend(search: _Search, deadline: float) -> None:
         now = time.monotonic()
         if search.late(deadline):
             return
-        budget = search.upper - (search.upper - search.lower) // divisor
+        budget = search.upper - max(1, (search.upper - search.lower) // divisor)
         capped = replace(search.problem, budget=budget)
         runs = greedy_schedules(capped, search.table, now + (deadline - now) / 4, EXPONENTS)
         schedule = next(runs, ())
