@@ -111,8 +111,13 @@ def check(loop: Loop, *, large: bool) -> None:
     assert loop.plan.peak_bytes <= loop.plan.budget_bytes
 
 
+# The small MLP is left out: eager already takes the least.
 @pytest.mark.parametrize(
-    "name", ["dlrm", *(pytest.param(n, marks=pytest.mark.slow) for n in zoo.NAMES if n != "dlrm")]
+    "name",
+    [
+        "dlrm",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in zoo.NAMES if n not in ("dlrm", "mlp")),
+    ],
 )
 def test_a_model_trains_as_eager_in_a_random_order(
     monkeypatch: pytest.MonkeyPatch, name: str
