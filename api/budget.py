@@ -20,13 +20,13 @@ RESERVE = 0.05
 """Part of the device's memory that "auto" leaves to the runtime, libraries and fragmentation."""
 
 
-def budget_bytes(budget: float | str, device: torch.device) -> int:
+def budget_bytes(budget: float | str, memory: int) -> int:
     """Bytes of a budget.
 
     Args:
         budget: a number of GB (10**9 bytes); a string with a unit, "8GB", "24GiB", "900MB", "123456B"; a
             part of the device's memory, "80%"; or "auto", the device's memory less `RESERVE`.
-        device: whose memory "80%" and "auto" refer to.
+        memory: bytes of the device that "80%" and "auto" refer to.
 
     Raises:
         ValueError: not a budget, not finite, not above zero, or over 100 %.
@@ -34,7 +34,7 @@ def budget_bytes(budget: float | str, device: torch.device) -> int:
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise TypeError(f"budget must be a number of GB or a string such as '8GB', not {budget!r}")
-    count = _from_text(budget, device) if isinstance(budget, str) else budget * 10**9
+    count = _from_text(budget, memory) if isinstance(budget, str) else budget * 10**9
     if not math.isfinite(count):
         raise ValueError(f"budget must be finite, got {budget!r}")
     if count < 1:
@@ -42,9 +42,9 @@ def budget_bytes(budget: float | str, device: torch.device) -> int:
     return int(count)
 
 
-def _from_text(text: str, device: torch.device) -> float:
+def _from_text(text: str, memory: int) -> float:
     if text.strip().lower() == "auto":
-        return (1 - RESERVE) * device_memory(device)
+        return (1 - RESERVE) * memory
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]+|%)?\s*", text, re.IGNORECASE)
     unit = (match.group(2) or "").lower() if match else ""
     try:
@@ -58,7 +58,7 @@ def _from_text(text: str, device: torch.device) -> float:
         )
     if unit == "%" and value > 100:
         raise ValueError(f"budget must be at most 100% of the device, got {text!r}")
-    return value / 100 * device_memory(device) if unit == "%" else value * _UNITS[unit]
+    return value / 100 * memory if unit == "%" else value * _UNITS[unit]
 
 
 def device_memory(device: torch.device) -> int:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from remat.passes import Patterns, StepProtocol, device
+from remat.passes import Patterns, StepProtocol, device, planned_for_cuda
 from remat.solvers import Limits
 
-from .budget import budget_bytes
+from .budget import budget_bytes, device_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,10 @@ class Options:
     patterns: Patterns
 
     def budget_bytes(self, model: nn.Module) -> int:
-        """The budget in bytes; parts of a device refer to the one the model is on."""
-        return budget_bytes(self.budget, device_of(model))
+        """The budget in bytes; parts of a device refer to the one that the plan is for."""
+        if planned_for_cuda(model, self.cost_model):
+            return budget_bytes(self.budget, device(self.cost_model).memory_bytes)
+        return budget_bytes(self.budget, device_memory(device_of(model)))
 
     def device_for_cost(self, model: nn.Module) -> str:
         """Name of the device whose roofline predicts times, or "timed"."""

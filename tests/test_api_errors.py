@@ -9,9 +9,16 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from twins import LOOSE, Step, make, same
 
-from remat import InfeasibleBudgetError, RematError, UnsupportedGraphError, optimize_checkpoints
+from remat import (
+    InfeasibleBudgetError,
+    RematError,
+    UnsupportedGraphError,
+    optimize_checkpoints,
+    plan_checkpoints,
+)
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -231,3 +238,13 @@ def test_a_cache_that_exists_before_planning_is_no_obstacle() -> None:
     optimized: Any = optimize_checkpoints(model, 1, step.args, **LOOSE)
     assert optimized(X).requires_grad
     assert type(model.mask) is Tensor
+
+
+def test_a_part_of_the_device_is_of_the_one_that_the_plan_is_for() -> None:
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        x = torch.randn(4, 8)
+    plan = plan_checkpoints(
+        model, "50%", (x,), optimizer=None, loss_fn=torch.sum, cost_model="rtx4090"
+    )
+    assert plan.budget_bytes == 12 * 10**9
