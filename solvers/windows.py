@@ -199,6 +199,8 @@ def solve_windows(
         search.bound = float("inf")
         return search.solution()
     search.offer(start)
+    if search.closed():
+        return search.solution()
     search.until(FIRST)
     instants = _first_instants(search, identity)
     if search.bound == float("inf"):
@@ -229,6 +231,8 @@ def _incumbents(search: _Search) -> None:
     if not search.schedule:
         limits = replace(search.limits, time_s=LAST * search.limits.time_s)
         search.offer(least_peak(problem, limits).schedule)
+    if not search.schedule:
+        search.evict(None, problem.budget)  # one run takes no time worth looking at the clock
 
 
 def _first_instants(search: _Search, identity: Evaluation) -> list[int]:
@@ -314,7 +318,7 @@ def _lower_budget(search: _Search, instants: list[int]) -> tuple[int, ...]:
         plain, found = _offer(search, answer.windows)
         if not true_schedule:
             true_schedule = plain
-        if found.feasible or search.closed():
+        if found is None or found.feasible or search.closed():
             break
         if search.schedule and answer.bound >= (1 - LOOSE) * search.cost:
             break  # what it leads to is hardly better than what is known
@@ -323,12 +327,11 @@ def _lower_budget(search: _Search, instants: list[int]) -> tuple[int, ...]:
     return true_schedule
 
 
-def _offer(search: _Search, windows: Windows) -> tuple[tuple[int, ...], Evaluation]:
-    """Decode without a budget, then, if that does not fit, repaired by eviction."""
+def _offer(search: _Search, windows: Windows) -> tuple[tuple[int, ...], Evaluation | None]:
+    """Decode without a budget, then, if that does not fit, repaired by eviction; None if it gave up."""
     plain = prune(search.problem, decode(search.problem, search.table, windows, None))
     found = search.offer(plain)
-    assert found is not None
-    if not found.feasible:
+    if found is None or not found.feasible:
         search.evict(windows, search.problem.budget)
     return plain, found
 

@@ -155,7 +155,7 @@ def test_the_gap_is_in_fractions_of_the_baseline() -> None:
 
 
 def test_without_time_the_answer_says_so() -> None:
-    problem = replace(chain(12), budget=6)
+    problem = replace(chain(40), budget=5)
     assert solve_windows(problem, Limits(time_s=0.0)).status is Status.TIME_LIMIT
 
 

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from problems import chain, problems
 
 from remat.solvers import Problem, drop_repetitions, evaluate, forced_bytes, least_peak, prune
@@ -16,6 +16,7 @@ def test_drop_repetitions_keeps_what_fits() -> None:
     assert drop_repetitions(problem, (0, 1, 2, 3, 0, 1, 4, 0, 5)) == (0, 1, 2, 3, 4, 5)
 
 
+@settings(deadline=None)
 @given(problems(10))
 def test_improving_a_schedule_never_harms(problem: Problem) -> None:
     schedule = least_peak(problem).schedule
@@ -27,6 +28,7 @@ def test_improving_a_schedule_never_harms(problem: Problem) -> None:
     assert after.peak <= max(problem.budget, pruned.peak)
 
 
+@settings(deadline=None)
 @given(problems(10))
 def test_no_schedule_takes_less_than_the_forced_bytes(problem: Problem) -> None:
     for schedule in (least_peak(problem).schedule, tuple(range(len(problem.ops)))):
