@@ -69,6 +69,8 @@ QUICK = 1
 """Schedules that the greedy solver is asked for at first."""
 FAR = 0.03
 """Gap beyond which all incumbents are asked for before the model is."""
+NEAR = 0.003
+"""Relative gap at which the first solves stop."""
 HOPELESS = 1.5
 """Times the incumbent's cost at which a run with eviction is given up."""
 NUMERIC = 1e-6
@@ -238,14 +240,14 @@ def _incumbents(search: _Search) -> None:
 def _first_instants(search: _Search, identity: Evaluation) -> list[int]:
     """The instant that alone gives the best bound, of those where the program as it is takes the most."""
     used = identity.bytes
-    apart = max(1, len(used) // 100)
+    apart = max(1, len(used) // 200)
     found: list[int] = []
     for t in sorted(range(len(used)), key=lambda t: (-used[t], t)):
         if used[t] <= search.problem.budget or len(found) == INSTANTS:
             break
         if all(abs(t - other) > apart for other in found):
             found.append(t)
-    bounds = {t: search.solve([t], search.problem.budget, loose=LOOSE).bound for t in found}
+    bounds = {t: search.solve([t], search.problem.budget, loose=NEAR).bound for t in found}
     return [max(found, key=lambda t: (bounds[t], used[t], -t))]
 
 
