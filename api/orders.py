@@ -89,18 +89,21 @@ def least_of(candidates: Sequence[Arranged]) -> Arranged:
 
 
 def searched(candidates: Sequence[Arranged], limits: Limits) -> list[Arranged]:
-    """The same, each with a schedule that fits the budget of the problems, if the solver finds one."""
+    """The same, looked at for longer: for smaller peaks, and then for what fits the budget of the problems.
+
+    Args:
+        candidates: from `arranged`.
+        limits: of each of the two searches, for all candidates together.
+    """
+    share = replace(limits, time_s=limits.time_s / 2)
     found: list[Arranged] = []
-    for candidate in candidates:
-        if (
-            not max(forced_bytes(candidate.problem))
-            <= candidate.problem.budget
-            < candidate.least.peak
-        ):
-            found.append(candidate)
-            continue
-        solution = solve_windows(candidate.problem, replace(limits, time_s=limits.time_s / 2))
-        found.append(replace(candidate, least=solution) if solution.schedule else candidate)
+    for known in candidates:
+        candidate = replace(known, least=least_peak(known.problem, share))
+        budget = candidate.problem.budget
+        if max(forced_bytes(candidate.problem)) <= budget < candidate.least.peak:
+            solution = solve_windows(candidate.problem, share)
+            candidate = replace(candidate, least=solution) if solution.schedule else candidate
+        found.append(candidate)
     return found
 
 

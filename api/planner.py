@@ -176,7 +176,7 @@ def make_plan(
     candidates = arranged(prepared, formulated, brief)
     if request.budget < least_of(candidates).least.peak:  # look harder before giving up
         longer = replace(request.limits, time_s=request.limits.time_s / 2)
-        candidates = searched(arranged(prepared, formulated, longer), longer)
+        candidates = searched(candidates, longer)
     tightest = least_of(candidates)
     least = tightest.least
 

@@ -13,17 +13,18 @@ of single devices (heads wider than 192 with a gradient on sm86 and sm89), backe
 switched off, cuDNN's batch norm and the workspaces of its convolutions.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
+from torch._ops import OpOverload
+
+from .eager_kernels import python_kernels
 
 aten = torch.ops.aten
 
-_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 _FLASH_TYPES = (torch.bfloat16, torch.float16)
 _FLASH_WIDEST = 256
 _MASK_ALIGNMENT = 8
@@ -134,23 +135,12 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-_KERNELS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+_KERNELS: dict[OpOverload, Callable[..., Any]] = {
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
 }
 
 
-@contextlib.contextmanager
-def cuda_kernels() -> Iterator[None]:
+def cuda_kernels() -> AbstractContextManager[None]:
     """Trace the ops above as CUDA runs them; needs torch's Python dispatcher to be enabled."""
-    before = {op: dict(op.py_kernels) for op in _KERNELS}
-    try:
-        for op, kernel in _KERNELS.items():
-            op.py_kernels.update(dict.fromkeys(_KEYS, kernel))
-            op._dispatch_cache.clear()
-        yield
-    finally:
-        for op, kernels in before.items():
-            op.py_kernels.clear()
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()
+    return python_kernels(_KERNELS)

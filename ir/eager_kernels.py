@@ -10,10 +10,13 @@ is not bit for bit the model:
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch._ops import OpOverload
 
 _KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
@@ -37,29 +40,38 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return input * drawn.permute(inverse).div(1 - p)
 
 
-def _upsampling() -> Iterator[torch._ops.OpOverload]:
+def _upsampling() -> Iterator[OpOverload]:
     for name in dir(torch.ops.aten):
         if name.lstrip("_").startswith("upsample_"):
             packet = getattr(torch.ops.aten, name)
             yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
-@contextlib.contextmanager
-def eager_kernels() -> Iterator[None]:
+def eager_kernels() -> AbstractContextManager[None]:
     """Trace the ops above as eager runs them."""
-    dropout = torch.ops.aten.dropout.default
-    before = {op: dict(op.py_kernels) for op in (dropout, *_upsampling())}
+    upsampling: dict[OpOverload, Callable[..., Any] | None] = dict.fromkeys(_upsampling())
+    return python_kernels({torch.ops.aten.dropout.default: _dropout, **upsampling})
+
+
+@contextlib.contextmanager
+def python_kernels(kernels: Mapping[OpOverload, Callable[..., Any] | None]) -> Iterator[None]:
+    """Replace the implementations in Python that a trace takes; needs torch's Python dispatcher.
+
+    Args:
+        kernels: op -> what is traced for it; None for the op's own kernel.
+    """
+    before = {op: dict(op.py_kernels) for op in kernels}
     try:
-        for op in before:
+        for op, kernel in kernels.items():
             for key in _KEYS:
-                if op is dropout:
-                    op.py_kernels[key] = _dropout
-                else:
+                if kernel is None:
                     op.py_kernels.pop(key, None)
+                else:
+                    op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
         yield
     finally:
-        for op, kernels in before.items():
+        for op, found in before.items():
             op.py_kernels.clear()
-            op.py_kernels.update(kernels)
+            op.py_kernels.update(found)
             op._dispatch_cache.clear()

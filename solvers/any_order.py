@@ -20,10 +20,10 @@ Constraints.
             <= budget - resident - scratch(t) - what t touches - what is held                → _memory
         where for a pair (a, b) in reuse(t), b counts m_b · S[a]; S[s] = 0 for s in absent(t)
     (2) S[s] + R[w(s)] + F[w(s)] >= 1  if a descendant of t reads s                          → _reads
-    (3) R[v] <= S[s] + R[w(s)] + F[w(s)]  for s in reads(v);  R[v] <= S[state(v)]            → _reads
+    (3) R[v] <= S[s] + R[w(s)]  for s in reads(v);  R[v] <= S[state(v)]                      → _reads
     (4) F[i] <= S[s] + R[w(s)] + F[w(s)]  for s in reads(i)                                  → _reads
     (5) F[i] <= F[j]  if j reads what i writes, or i writes what is held until j             → _sequence
-        S[s] <= 1 - F[w(s)];  R[i] <= 1 - F[i]
+        S[s] <= 1 - F[w(s)];  R[i] <= 1 - F[i], so (3) needs no F: what i reads was written before t too
     No R[v] for an op that is not a candidate, no F for an ancestor, no variable for what t itself writes.
 
 Every schedule of every order maps to a solution that costs no more, so the optimum bounds them all, for any
@@ -33,7 +33,6 @@ and equal to it where every op depends on t or t on it.
 Not handled: more than one instant, and therefore budgets near the least peak, where this is weak.
 """
 
-import datetime
 import time
 from dataclasses import dataclass, field
 from math import inf
@@ -43,7 +42,7 @@ from ortools.math_opt.python import mathopt
 from .evaluate import evaluate
 from .index import Index, index
 from .problem import DEFAULT_LIMITS, FORBIDDEN, Limits, Problem
-from .window_model import FLOOR_PERCENT
+from .window_model import add_at_most, percent, proven_bound, run_highs
 
 INSTANTS = 3
 """Ops that are tried as t, each a hundredth of the program from the others."""
@@ -216,12 +215,7 @@ class _Model:
 
     def _at_most(self, x: mathopt.Variable | None, sources: list[mathopt.Variable | None]) -> None:
         """Add x <= Σ sources, where x None means 1, and a source None is absent."""
-        row = self.model.add_linear_constraint(lb=1.0 if x is None else 0.0)
-        for source in sources:
-            if source is not None:
-                row.set_coefficient(source, 1.0)
-        if x is not None:
-            row.set_coefficient(x, -1.0)
+        add_at_most(self.model, x, [source for source in sources if source is not None])
 
     def _reads(self, later: list[int]) -> None:
         """(2) to (4) What is read after t stays, is executed again, or is first executed after it."""
@@ -261,19 +255,9 @@ class _Model:
 
     def _solve(self, time_s: float, gap: float) -> float:
         """HiGHS's proven bound."""
-        scale = 100.0 / max(self.problem.baseline_cost, 1)
+        scale = percent(self.problem)
         for v, x in self.r.items():
             self.model.objective.set_linear_coefficient(x, self.problem.ops[v].cost * scale)
-        parameters = mathopt.SolveParameters(
-            time_limit=datetime.timedelta(seconds=max(time_s, 0.01)),
-            node_limit=max(20, NODES // len(self.problem.ops)),
-            absolute_gap_tolerance=max(100.0 * gap, FLOOR_PERCENT),
-            relative_gap_tolerance=0.0,
-        )
-        result = mathopt.solve(self.model, mathopt.SolverType.HIGHS, params=parameters)
-        if result.termination.reason in (
-            mathopt.TerminationReason.INFEASIBLE,
-            mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,  # cost >= 0: it cannot be unbounded
-        ):
-            return inf
-        return max(0.0, float(result.best_objective_bound()) / scale)
+        nodes = max(20, NODES // len(self.problem.ops))
+        result = run_highs(self.model, gap=gap, nodes=nodes, time_s=time_s)
+        return proven_bound(result, scale)

@@ -42,8 +42,6 @@ FACTORS = (1.0, 0.95, 0.9, 0.85, 1.05, 1.12, 1.2)
 SLOTS = 480
 """Steps in which the dynamic program counts bytes."""
 MOST_BLOCKS = 64
-WIDTHS = 40
-"""Widths that are tried as what may cross a cut."""
 LEAST_BLOCKS = 4
 GLOBAL = 4
 """A storage whose readers in forward lie in more than this many blocks is no boundary; it stays."""
@@ -170,7 +168,7 @@ def _backward_ends(
     end = border + 1
     for start, stop in zip(reversed(starts), reversed(stops), strict=True):
         writes = (s for op in problem.ops[start:stop] for s in op.writes if problem.held[s] < 0)
-        end = max(end, *(last[s] + 1 for s in writes), end)
+        end = max(end, max((last[s] + 1 for s in writes), default=0))
         ends.append(end)
     ends[-1] = len(problem.ops)
     return ends[::-1]

@@ -14,14 +14,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeAlias
 
 from .decode import decode_span
 from .evaluate import evaluate, excesses, instances
 from .improve import prune
 from .index import Index
 from .problem import Problem
-from .stage_rows import add_stage_rows
+from .stage_rows import Rows, add_stage_rows
 from .window_model import Span, build_model, solve_model
 
 ROUNDS = 6
@@ -30,8 +29,6 @@ NEW_INSTANTS = 3
 NEW_ROWS = 6
 MOST_OPS = 400
 """Ops that may be repeated in a span: the nearest to what is read there."""
-Rows: TypeAlias = tuple[tuple[int, int], ...]
-"""Arguments of `add_stage_rows`."""
 WORK = 200_000
 """Branch-and-bound nodes times variables of one solve, roughly."""
 
@@ -72,6 +69,7 @@ def improve_span(
         return ()
     instants = [a, b]
     rows: Rows = ()
+    known = evaluate(problem, schedule).cost
     for _ in range(ROUNDS):
         seconds = deadline - time.monotonic()
         if seconds <= 0:
@@ -93,7 +91,7 @@ def improve_span(
             whole = prune(problem, whole)
             plain = plain or whole
             found = evaluate(problem, whole)
-            if found.feasible and found.cost < evaluate(problem, schedule).cost:
+            if found.feasible and found.cost < known:
                 return whole
         new, more = _violated(problem, plain, instants, rows) if plain else ([], ())
         if not new and not more:

@@ -15,10 +15,14 @@ any proves nothing about them.
 """
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from ortools.math_opt.python import mathopt
 
 from .window_model import Build
+
+Rows: TypeAlias = tuple[tuple[int, int], ...]
+"""Pairs (t, j): op j repeated before the first execution of op t."""
 
 
 def add_stage_rows(build: Build, rows: Iterable[tuple[int, int]]) -> None:

@@ -33,7 +33,8 @@ row that is violated by 1e-6.
 """
 
 import datetime
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ortools.math_opt.python import mathopt
@@ -120,13 +121,8 @@ class Build:
 
     def at_most(self, x: mathopt.Variable | None, sources: list[mathopt.Variable] | None) -> None:
         """Add x <= Σ sources, where x None means 1 and sources None means no limit."""
-        if sources is None:
-            return
-        row = self.model.add_linear_constraint(lb=1.0 if x is None else 0.0)
-        for source in sources:
-            row.set_coefficient(source, 1.0)
-        if x is not None:
-            row.set_coefficient(x, -1.0)
+        if sources is not None:
+            add_at_most(self.model, x, sources)
 
 
 def build_model(
@@ -167,18 +163,58 @@ def solve_model(
         time_s: wall clock, seconds.
         loose: relative gap at which to stop.
     """
-    scale = 100.0 / max(build.problem.baseline_cost, 1)
+    scale = percent(build.problem)
     for window in build.r:
         for v, x in window.items():
             build.model.objective.set_linear_coefficient(x, build.problem.ops[v].cost * scale)
+    result = run_highs(build.model, gap=gap, nodes=nodes, time_s=time_s, loose=loose)
+    return _read(build, result, scale)
+
+
+def percent(problem: Problem) -> float:
+    """What makes of a cost percent of the baseline."""
+    return 100.0 / max(problem.baseline_cost, 1)
+
+
+def add_at_most(
+    model: mathopt.Model, x: mathopt.Variable | None, sources: Iterable[mathopt.Variable]
+) -> None:
+    """Add x <= Σ sources, where x None means 1."""
+    row = model.add_linear_constraint(lb=1.0 if x is None else 0.0)
+    for source in sources:
+        row.set_coefficient(source, 1.0)
+    if x is not None:
+        row.set_coefficient(x, -1.0)
+
+
+def run_highs(
+    model: mathopt.Model, *, gap: float, nodes: int, time_s: float, loose: float = 0.0
+) -> mathopt.SolveResult:
+    """Minimise a model whose objective is in percent of the baseline; see `solve_model`."""
     parameters = mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=max(time_s, 0.01)),
         node_limit=nodes,
         absolute_gap_tolerance=max(100.0 * gap, FLOOR_PERCENT),
         relative_gap_tolerance=loose,
     )
-    result = mathopt.solve(build.model, mathopt.SolverType.HIGHS, params=parameters)
-    return _read(build, result, scale)
+    return mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+
+
+def proven_bound(result: mathopt.SolveResult, scale: float) -> float:
+    """Lower bound on the objective in the problem's unit of time; infinite if there is no solution.
+
+    Raises:
+        SolverError: HiGHS gave up for a reason that is not a limit.
+    """
+    reason, limit = result.termination.reason, result.termination.limit
+    if reason in (
+        mathopt.TerminationReason.INFEASIBLE,
+        mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,  # cost >= 0: it cannot be unbounded
+    ):
+        return math.inf
+    if limit is None and reason is not mathopt.TerminationReason.OPTIMAL:
+        raise SolverError(f"HiGHS stopped with {reason}: {result.termination.detail}")
+    return max(0.0, float(result.best_objective_bound()) / scale)
 
 
 def _residency(build: Build) -> None:
@@ -294,17 +330,10 @@ def _carry_rows(build: Build) -> None:
 
 def _read(build: Build, result: mathopt.SolveResult, scale: float) -> Answer:
     """Translate HiGHS's result; values are rounded, and believed only after the exact evaluation."""
-    reason = result.termination.reason
-    limit = result.termination.limit
-    timed_out = limit is mathopt.Limit.TIME
-    if reason in (
-        mathopt.TerminationReason.INFEASIBLE,
-        mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED,  # cost >= 0: it cannot be unbounded
-    ):
-        return Answer(None, float("inf"), True, timed_out)
-    if limit is None and reason is not mathopt.TerminationReason.OPTIMAL:
-        raise SolverError(f"HiGHS stopped with {reason}: {result.termination.detail}")
-    bound = max(0.0, result.best_objective_bound() / scale)
+    bound = proven_bound(result, scale)
+    timed_out = result.termination.limit is mathopt.Limit.TIME
+    if bound == math.inf:
+        return Answer(None, bound, True, timed_out)
     if not result.has_primal_feasible_solution():
         return Answer(None, bound, False, timed_out)
     value = result.variable_values()

@@ -23,7 +23,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TypeAlias
 
 from .chain import chain_schedules
 from .decode import decode
@@ -34,7 +33,7 @@ from .index import Index, forced_bytes, index
 from .least_peak import least_peak
 from .problem import DEFAULT_LIMITS, BoundClass, Limits, Problem, Solution, Status
 from .span import improve_span
-from .stage_rows import add_stage_rows
+from .stage_rows import Rows, add_stage_rows
 from .window_model import Answer, Windows, build_model, solve_model
 
 ROUNDS = 12
@@ -75,9 +74,6 @@ HOPELESS = 1.5
 """Times the incumbent's cost at which a run with eviction is given up."""
 NUMERIC = 1e-6
 """Fraction of the baseline cost that counts as equal: HiGHS's bounds are floating point."""
-
-Rows: TypeAlias = tuple[tuple[int, int], ...]
-"""Arguments of `add_stage_rows`."""
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import zoo
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from modules import builders
+from test_passes_schedules import problem_of
 from training import Loop, eager, equal, planned
 
 from remat import Plan, StepProtocol, measure_peak, orders, planner
@@ -18,30 +19,16 @@ from remat.passes import (
     Prepared,
     emit_schedule,
     find_order,
-    formulate,
     must_precede,
     planned_trace,
     prepare_step,
     profile,
     reorder_step,
-    resident_bytes,
-    state_bytes,
 )
 from remat.solvers import Problem, evaluate
 
 LOOSE = StepProtocol(outputs_held=False)
 PROTOCOLS = st.builds(StepProtocol, gradients_resident=st.booleans(), outputs_held=st.booleans())
-
-
-def problem_of(prepared: Prepared, protocol: StepProtocol) -> tuple[Problem, Index]:
-    return formulate(
-        prepared.graph,
-        [1] * len(prepared.graph.ops),
-        protocol,
-        resident=sum(resident_bytes(prepared.graph).values()),
-        budget=0,
-        state_bytes=state_bytes("cpu"),
-    )
 
 
 def some_order(prepared: Prepared, index: Index, seed: int) -> tuple[int, ...]:
