@@ -171,8 +171,7 @@ def make_plan(
         costs = [by_name.get(op.name, 0) for op in step.graph.ops]
         return _formulate(replace(request, patterns=patterns), step, around, costs)
 
-    share = 60 if request.budget >= baseline else 6
-    brief = replace(request.limits, time_s=request.limits.time_s / share)
+    brief = replace(request.limits, time_s=request.limits.time_s / 6)
     candidates = arranged(prepared, formulated, brief)
     if request.budget < least_of(candidates).least.peak:  # look harder before giving up
         longer = replace(request.limits, time_s=request.limits.time_s / 2)

@@ -29,6 +29,8 @@ FIRST = 8
 """(2) begins with a step of this part of what is left."""
 SMALLEST = 32
 """(2) ends when a step of this part of what is left fails."""
+WORTH = 100
+"""(2) is left out, or ends, when what is left is less than the upper end over this."""
 RESOLUTION = 500
 """The bisection stops when its ends are closer than the upper one over this."""
 
@@ -95,7 +97,7 @@ def _bisect(search: _Search, deadline: float) -> None:
 def _descend(search: _Search, deadline: float) -> None:
     """(2): by a share of what is left: doubled where a step succeeds, halved where it fails."""
     divisor = FIRST
-    while search.upper - search.lower > search.upper // RESOLUTION and divisor <= SMALLEST:
+    while search.upper - search.lower > search.upper // WORTH and divisor <= SMALLEST:
         now = time.monotonic()
         if search.late(deadline):
             return
