@@ -21,10 +21,15 @@ from remat.ir import (
 if TYPE_CHECKING:
     from remat.passes import Plan, StepProtocol
 
+    from .analysis import analyze, analyze_step
     from .measure import measure_peak
     from .optimize import optimize_checkpoints, plan_checkpoints
+    from .report import MemoryReport
 
 _HOME = {
+    "MemoryReport": "remat.report",
+    "analyze": "remat.analysis",
+    "analyze_step": "remat.analysis",
     "Plan": "remat.passes",
     "StepProtocol": "remat.passes",
     "measure_peak": "remat.measure",
@@ -35,6 +40,7 @@ _HOME = {
 __all__ = [
     "GuardError",
     "InfeasibleBudgetError",
+    "MemoryReport",
     "PatternError",
     "Plan",
     "RematError",
@@ -42,6 +48,8 @@ __all__ = [
     "StepProtocol",
     "UnsupportedGraphError",
     "VerifyError",
+    "analyze",
+    "analyze_step",
     "measure_peak",
     "optimize_checkpoints",
     "plan_checkpoints",

@@ -11,6 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .optimizer_models import MODELS
+
 _ours: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 """Optimizers that were made to know their state: never found as the user's."""
 
@@ -53,10 +55,9 @@ def find_optimizer(module: nn.Module, asked: Optimizer | str | None) -> Assumed:
         for name, cls in vars(torch.optim).items()
         if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
     }
+    by_name |= MODELS
     if asked.lower() not in by_name:
-        raise ValueError(
-            f"no optimizer {asked!r} in torch.optim; there are {', '.join(sorted(by_name))}"
-        )
+        raise ValueError(f"no optimizer {asked!r}; there are {', '.join(sorted(by_name))}")
     cls = by_name[asked.lower()]
     return Assumed(_make(cls, parameters), f"{cls.__name__}, by name")
 

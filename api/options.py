@@ -1,7 +1,7 @@
 """The options of `optimize_checkpoints`, checked once."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from remat.ir.fake import Dynamic
 from remat.passes import Patterns, StepProtocol, device, planned_for_cuda
 from remat.solvers import Limits
 
@@ -26,6 +27,8 @@ class Options:
     cost_model: str
     limits: Limits
     patterns: Patterns
+    dynamic: Dynamic | None = None
+    on_new_size: str = "replan"
 
     def budget_bytes(self, model: nn.Module) -> int:
         """The budget in bytes; parts of a device refer to the one that the plan is for."""
@@ -70,12 +73,37 @@ def check(options: Options, model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     options.budget_bytes(model)
-    _check_loss(options.loss_fn)
+    check_loss(options.loss_fn)
     _check_optimizer(options.optimizer, model)
+    _check_dynamic(options, model)
     if options.cost_model not in ("roofline", "timed"):
         device(options.cost_model)
     if options.limits.time_s <= 0 or options.limits.gap < 0:
         raise ValueError("time_limit_s must be above zero and gap must not be below it")
+
+
+def _check_dynamic(options: Options, model: nn.Module) -> None:
+    if options.on_new_size not in ("replan", "refuse"):
+        raise ValueError(f"on_new_size is 'replan' or 'refuse', not {options.on_new_size!r}")
+    dynamic, example = options.dynamic, '{"input_ids": {0: "batch", 1: "seq"}}'
+    if dynamic is None:
+        return
+    if not isinstance(dynamic, Mapping) or not all(
+        isinstance(v, Mapping) for v in dynamic.values()
+    ):
+        raise TypeError(f"dynamic maps arguments to names of their dimensions: {example}")
+    named = [(dim, name) for dims in dynamic.values() for dim, name in dims.items()]
+    if not named or not all(type(dim) is int and dim >= 0 for dim, _ in named):
+        raise ValueError(f"dynamic names at least one dimension, counted from 0: {example}")
+    if bad := [name for _, name in named if not (isinstance(name, str) and name.isidentifier())]:
+        raise ValueError(f"dynamic gives names, such as 'batch', not {bad[0]!r}: {example}")
+    parameters = inspect.signature(model.forward).parameters
+    unknown = [argument for argument in dynamic if argument not in parameters]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise ValueError(
+            f"dynamic names {unknown[0]!r}, which is no argument of the model's forward; it has "
+            f"{', '.join(parameters)}"
+        )
 
 
 def check_example(args: object) -> None:
@@ -87,7 +115,8 @@ def check_example(args: object) -> None:
         )
 
 
-def _check_loss(loss_fn: Callable[[Any], torch.Tensor] | None) -> None:
+def check_loss(loss_fn: Callable[[Any], torch.Tensor] | None) -> None:
+    """Raise a TypeError for a loss that is not a function of the output alone."""
     if loss_fn is None:
         return
     if not callable(loss_fn):

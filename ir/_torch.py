@@ -3,7 +3,9 @@
 Tested on torch 2.13. They exist from 2.11 to 2.14, as far as their sources tell.
 """
 
+from torch._C import _current_graph_task_id as graph_task_id  # -1 outside a backward
 from torch._C import _DisableAutocast as DisableAutocast
+from torch._C import _dispatch_get_registrations_for_dispatch_key as ops_with_kernel
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
 from torch._C._autograd import (
     _top_saved_tensors_default_hooks as saved_tensors_hooks,  # hooks in force, or None
@@ -27,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+from torch.library import _scoped_library as scoped_library
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,11 +52,14 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "compiling_state",
     "enable_python_dispatcher",
+    "graph_task_id",
     "inductor_config",
     "keeps_graph",
     "no_dispatch",
+    "ops_with_kernel",
     "queue_callback",
     "reparametrize",
     "saved_tensors_hooks",
+    "scoped_library",
     "tracing",
 ]

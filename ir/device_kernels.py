@@ -1,12 +1,14 @@
 """Kernels that a CUDA device runs, for a trace on fake CPU tensors that is planned for one.
 
 A module without data can be planned for a machine that is not at hand. Its tensors then claim to be on
-the CPU, and two composite ops would decompose as the CPU does it. Here they decompose as CUDA does:
+the CPU, and some composite ops would decompose as the CPU does it. Here they decompose as CUDA does:
     attention  `scaled_dot_product_attention` becomes the op that the rules of sdp_utils.cpp (in
                ATen/native/transformers/cuda) choose on devices from sm80 on: flash attention for half
                types without a mask, memory-efficient attention with a mask or in float32, the
                decomposition into matrix products for the rest.
     dropout    becomes `native_dropout`, which keeps a mask of one byte an element.
+    softmax    of float16 with a float32 result reads the float16 input, without a float32 copy of it
+               (SoftMax.cpp; likewise its logarithm).
 
 Not modelled: the cuDNN attention that torch prefers on sm90 and sm100 (it keeps what flash keeps), limits
 of single devices (heads wider than 192 with a gradient on sm86 and sm89), backends that the user has
@@ -135,9 +137,20 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
+def _softmax(kernel: Callable[[Tensor, int, bool], Tensor]) -> Callable[..., Tensor]:
+    def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        if input.dtype == torch.float16 and dtype == torch.float32:
+            return kernel(input, dim, True)
+        return kernel(input if dtype is None else input.to(dtype), dim, False)
+
+    return softmax
+
+
 _KERNELS: dict[OpOverload, Callable[..., Any]] = {
     aten.dropout.default: _dropout,
     aten.scaled_dot_product_attention.default: _attention,
+    aten.softmax.int: _softmax(aten._softmax),
+    aten.log_softmax.int: _softmax(aten._log_softmax),
 }
 
 

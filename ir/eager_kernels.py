@@ -6,7 +6,8 @@ is not bit for bit the model:
               and multiplies; the two round differently for some p (15 of the 99 values 0.01, .., 0.99).
               Source of the eager form: `_dropout_impl` in ATen/native/Dropout.cpp.
     upsample  is replaced by indexing, whose gradient comes in another memory layout (channels last is
-              lost), and later kernels round by layout. The kernel itself is traced instead.
+              lost), and later kernels round by layout. The kernel itself is traced instead, with the output
+              size computed here, since eager's code for it takes no symbols.
 """
 
 import contextlib
@@ -47,9 +48,30 @@ def _upsampling() -> Iterator[OpOverload]:
             yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
+def _with_sizes(packet: Any) -> Callable[..., torch.Tensor]:
+    """What an overload of upsampling does that is given a size or factors: it calls the default one."""
+
+    def upsample(input: torch.Tensor, size: Any, *options: Any) -> torch.Tensor:
+        *flags, factors = options
+        if size is None:
+            size = [_scaled(n, factor) for n, factor in zip(input.shape[2:], factors, strict=True)]
+        missing = [None] * (input.dim() - 2)
+        result: torch.Tensor = packet.default(input, size, *flags, *(factors or missing))
+        return result
+
+    return upsample
+
+
+def _scaled(size: int | torch.SymInt, factor: float) -> int | torch.SymInt:
+    return size * int(factor) if factor == int(factor) else torch.sym_int(size * factor)  # type: ignore[no-untyped-call]
+
+
 def eager_kernels() -> AbstractContextManager[None]:
     """Trace the ops above as eager runs them."""
-    upsampling: dict[OpOverload, Callable[..., Any] | None] = dict.fromkeys(_upsampling())
+    upsampling: dict[OpOverload, Callable[..., Any] | None] = {
+        op: _with_sizes(op.overloadpacket) if op._overloadname == "vec" else None
+        for op in _upsampling()
+    }
     return python_kernels({torch.ops.aten.dropout.default: _dropout, **upsampling})
 
 

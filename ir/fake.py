@@ -1,7 +1,8 @@
 """Fake twins of tensors: sizes, strides, types and device, no data.
 
 A tensor without data (meta, or fake already) gets a fake on the CPU. Sizes that `dynamic` names become
-symbols, one per name.
+symbols, one per name; those of a part of a larger tensor, whose strides do not follow from its sizes, stay
+numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,43 @@ import torch
 from ._torch import (
     ConstantSource,
     DimDynamic,
+    FakeTensor,
     FakeTensorMode,
     StatelessSymbolicContext,
 )
 
 Dynamic = Mapping[str, Mapping[int, str]]
 """Argument name -> dimension -> the user's name for its size."""
+
+
+def sizes_of(
+    tensors: Sequence[torch.Tensor], names: Sequence[str], dynamic: Dynamic
+) -> dict[str, int]:
+    """The number of every size that `dynamic` names, in these tensors.
+
+    Args:
+        tensors: arguments.
+        names: argument name of each tensor.
+        dynamic: which sizes are named.
+
+    Raises:
+        ValueError: one name has two numbers, or a tensor has no such dimension.
+    """
+    found: dict[str, int] = {}
+    where: dict[str, str] = {}
+    for argument, tensor in zip(names, tensors, strict=True):
+        for dim, name in dynamic.get(argument, {}).items():
+            if dim >= tensor.dim():
+                raise ValueError(
+                    f"{argument} has {tensor.dim()} dimensions, and dynamic names {dim}"
+                )
+            size = int(tensor.shape[dim])
+            if found.setdefault(name, size) != size:
+                raise ValueError(
+                    f"{name} is {found[name]} in {where[name]} and {size} in {argument}"
+                )
+            where.setdefault(name, argument)
+    return found
 
 
 def fake_tensors(
@@ -69,6 +101,17 @@ def _symbolic(
             for dim in range(tensor.dim())
         ]
     )
-    return mode.from_tensor(
-        tensor.detach(), source=ConstantSource(source), symbolic_context=context
-    )
+    real = not (tensor.is_meta or isinstance(tensor, FakeTensor))
+    template = tensor.detach() if real else _on_meta(tensor)
+    fake = mode.from_tensor(template, source=ConstantSource(source), symbolic_context=context)
+    if _symbols(fake.stride()) - _symbols(fake.shape):  # part of a larger tensor
+        return _static(mode, tensor)
+    return fake if real else _static(mode, fake)
+
+
+def _symbols(sizes: Sequence[int | torch.SymInt]) -> set[Any]:
+    return {s for n in sizes if isinstance(n, torch.SymInt) for s in n.node.expr.free_symbols}
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")

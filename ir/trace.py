@@ -41,6 +41,7 @@ class Role(StrEnum):
     ACTIVATION = "activation"
     TEMPORARY = "temporary"
     GENERATOR_STATE = "generator state"
+    WORKSPACE = "workspace"
 
 
 @dataclass(frozen=True, slots=True)

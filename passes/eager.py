@@ -13,12 +13,17 @@ The step that is described:
         every 0-dimensional floating-point tensor of the output that requires a gradient, together; else
         from all tensors that do. Each starts with a gradient of ones. A loss is kept to the end of the
         step, as loops do that print it.
-    (4) The optimizer step, then gradients are dropped, unless they are resident. Without an optimizer
+    (4) (2) and (3) again for every further micro-batch; see `loop.Loop`.
+    (5) The optimizer step, then gradients are dropped, unless they are resident. Without an optimizer
         they outlive the step.
+The first step differs in that the optimizer makes its state in it.
+
+Sizes may be symbols: the trace then holds for all values within its `domain`, and takes the branches
+that the example takes.
 
 Garbage is collected by reference counts only, so a reference cycle holds its tensors to the end.
 
-Not handled: output sizes that depend on data, optimizers that need a closure, sizes as symbols.
+Not handled: output sizes that depend on data, optimizers that need a closure.
 Autocast is taken as it is around the call. See `eager_stage` for hooks and tensor kinds.
 """
 
@@ -28,33 +33,57 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import sympy
 import torch
 from torch import nn
 
-from remat.ir import Phase, Role, Trace, UnsupportedGraphError
+from remat.ir import Role, Trace, UnsupportedGraphError
 from remat.ir._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    ShapeEnv,
     compiling_state,
     enable_python_dispatcher,
 )
+from remat.ir.capture import argument_names
 from remat.ir.device_kernels import cuda_kernels
 from remat.ir.eager_kernels import eager_kernels
-from remat.ir.structure import loss_of, put_tensors, take_tensors
+from remat.ir.fake import Dynamic, fake_tensors
+from remat.ir.structure import put_tensors, take_tensors
+from remat.ir.symbols import Fixed, Names, fixed, guards, positive
 
-from .eager_follow import LATE_STEP, Follow
+from .eager_follow import Follow
+from .eager_phases import LossFn, OptimizerPhase, forward_backward, make_gradients
 from .eager_stage import Stage
+from .loop import Loop, only_first, without_first
 from .realize import Call
 from .scratch import Origin, Scratch
 
 ScratchOf = Callable[[Sequence[Call]], Sequence[Scratch]]
 """Scratch of every call; `measure_scratch` is one."""
-LossFn = Callable[[Any], torch.Tensor]
+_STEADY = Loop()
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """An eager step that was followed, without the scratch of its kernels."""
+
+    trace: Trace
+    """A step whose optimizer state exists."""
+    calls: tuple[Call, ...]
+    """The op of every instant."""
+    first_trace: Trace
+    """The first step."""
+    first_calls: tuple[Call, ...]
+    symbols: Mapping[sympy.Symbol, int] = field(default_factory=dict[sympy.Symbol, int])
+    """Every symbol of the sizes, with its value in the example."""
+    domain: tuple[sympy.Basic, ...] = ()
+    """Conditions on the symbols under which the trace holds."""
+    fixed: tuple[Fixed, ...] = ()
+    """Sizes that were named, and that the step needs as numbers."""
 
 
 def no_scratch(calls: Sequence[Call]) -> Sequence[Scratch]:
@@ -74,9 +103,7 @@ def eager_trace(
     scratch: ScratchOf = no_scratch,
     cuda: bool = False,
 ) -> Trace:
-    """Trace of one steady-state training step of `model` as eager runs it.
-
-    Model, optimizer and random states are left as they were.
+    """Trace of one steady-state training step of `model` as eager runs it; see `eager_step`.
 
     Args:
         model: runs in the mode (training or not) it is in. Its tensors may have no data.
@@ -89,39 +116,85 @@ def eager_trace(
         outputs_held: the caller keeps the output to the end of the step.
         scratch: bytes that kernels take inside.
         cuda: run the kernels of a CUDA device, wherever the tensors claim to be; see `device_kernels`.
+    """
+    step = eager_step(
+        model,
+        args,
+        kwargs,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        loop=Loop(gradients_resident=gradients_resident, outputs_held=outputs_held),
+        cuda=cuda,
+    )
+    return with_scratch(step.trace, scratch(step.calls))
+
+
+def eager_step(
+    model: nn.Module,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    loop: Loop = _STEADY,
+    dynamic: Dynamic | None = None,
+    cuda: bool = False,
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    dtype: torch.dtype | None = None,
+) -> EagerStep:
+    """Follow one training step of `model` as eager runs it.
+
+    Model, optimizer and random states are left as they were.
+
+    Args:
+        model: see `eager_trace`, likewise `args`, `kwargs`, `loss_fn`, `optimizer` and `cuda`.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        loss_fn: output to a scalar.
+        optimizer: over the parameters of `model`.
+        loop: what else the step does.
+        dynamic: sizes that become symbols, by argument name: ``{"input_ids": {0: "batch", 1: "seq"}}``.
+            None of them may be 1 in the example.
+        cuda: run the kernels of a CUDA device.
+        autocast: context of forward and loss.
+        dtype: type that floating-point tensors of model and arguments are taken to have; None: theirs.
 
     Raises:
         UnsupportedGraphError: if the step depends on values that are not known.
         ValueError: if `loss_fn` does not return one scalar that requires a gradient.
     """
 
-    def traced(state: AbstractContextManager[None]) -> Trace:
-        with _fakes() as (follow, stage), stage.model(model) as parameters:
-            if gradients_resident:
-                _make_gradients(follow, parameters)
+    def follow_step(state: AbstractContextManager[None]) -> EagerStep:
+        with fakes(cuda, autocast, dtype) as (follow, stage), stage.model(model) as parameters:
+            if loop.gradients_resident:
+                make_gradients(follow, parameters)
             twin = stage.optimizer(optimizer) if optimizer else None
-            tensors, pattern = take_tensors((args, kwargs))
-            inputs = [stage.fake(t, f"input_{i}", Role.INPUT) for i, t in enumerate(tensors)]
-            arguments = put_tensors(pattern, inputs)
-            with _running(follow), state, _cuda() if cuda else nullcontext():
-                kept = _forward_backward(follow, model, arguments, loss_fn, outputs_held)
+            arguments, names = _fake_arguments(follow, stage, model, (args, kwargs), dynamic)
+            with running(follow), state, kernels(cuda, bool(dynamic)):
+                kept = forward_backward(follow, model, arguments, loss_fn, loop)
             for name, parameter in parameters:
                 if parameter.grad is not None:
                     follow.label(parameter.grad, Role.GRADIENT, f"{name}.grad")
+            marks = [follow.count] * 2
             if twin is not None:
-                _optimizer_phase(follow, twin)
-                if not gradients_resident:
-                    twin.zero_grad()
-            trace = follow.trace()
+                with running(follow):
+                    phase = OptimizerPhase(follow, twin, loop)
+                    phase.run(first=True)
+                    marks[1] = follow.count
+                    phase.run()
+                if not loop.gradients_resident:
+                    for _, parameter in parameters:
+                        parameter.grad = None
+            step = followed(follow, names, marks)
             del kept
-        return _with_scratch(trace, scratch(follow.calls))
+        return step
 
     try:
-        return traced(nullcontext())
+        return follow_step(nullcontext())
     except (DataDependentOutputException, DynamicOutputShapeException):
         pass
     try:  # many models have a path without questions about values, for compilers
-        return traced(compiling_state())
+        return follow_step(compiling_state())
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedGraphError(
             f"The step depends on values of tensors, which a trace does not have: {error}. "
@@ -144,19 +217,34 @@ def optimizer_trace(
         optimizer: over (some of) these parameters; left as it is, also if it has no state yet.
         scratch: bytes that kernels take inside.
     """
-    with _fakes() as (follow, stage):
-        fakes = [
+    with fakes() as (follow, stage):
+        named = [
             (f"parameter_{number}", stage.fake(real, f"parameter_{number}", Role.PARAMETER))
             for number, real in enumerate(parameters)
         ]
-        _make_gradients(follow, [(name, p) for name, p in fakes if p.requires_grad])
-        _optimizer_phase(follow, stage.optimizer(optimizer))
+        make_gradients(follow, [(name, p) for name, p in named if p.requires_grad])
+        twin = stage.optimizer(optimizer)
+        with running(follow):
+            OptimizerPhase(follow, twin, _STEADY).run()
         trace = follow.trace()
-    return _with_scratch(trace, scratch(follow.calls))
+    return with_scratch(trace, scratch(follow.calls))
+
+
+def with_scratch(trace: Trace, scratch: Sequence[Scratch]) -> Trace:
+    """The trace with the scratch of every instant."""
+    instants = tuple(
+        replace(instant, scratch=sympy.sympify(each.bytes))
+        for instant, each in zip(trace.instants, scratch, strict=True)
+    )
+    return replace(trace, instants=instants)
 
 
 @contextlib.contextmanager
-def _fakes() -> Iterator[tuple[Follow, Stage]]:
+def fakes(
+    cuda: bool = False,
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[Follow, Stage]]:
     """An empty record and an empty stage; random states and the collector are put back after."""
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
@@ -164,10 +252,12 @@ def _fakes() -> Iterator[tuple[Follow, Stage]]:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        mode = FakeTensorMode()
-        follow = Follow(mode)
+        env = ShapeEnv(
+            allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False
+        )
+        follow = Follow(FakeTensorMode(shape_env=env), cuda, autocast)
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            yield follow, Stage(mode, follow)
+            yield follow, Stage(follow.mode, follow, dtype)
     finally:
         random.setstate(python_state)
         if numpy:
@@ -177,113 +267,61 @@ def _fakes() -> Iterator[tuple[Follow, Stage]]:
 
 
 @contextlib.contextmanager
-def _running(follow: Follow) -> Iterator[None]:
+def running(follow: Follow) -> Iterator[None]:
     """Run on fakes and record."""
     with follow.mode, follow, torch.enable_grad():
         yield
 
 
 @contextlib.contextmanager
-def _cuda() -> Iterator[None]:
-    """Decompose composite ops as CUDA does."""
-    with enable_python_dispatcher(), eager_kernels(), cuda_kernels():
+def kernels(cuda: bool, symbolic: bool) -> Iterator[None]:
+    """Decompose composite ops as CUDA does, or at least without numbers for sizes."""
+    if not (cuda or symbolic):
+        yield
+        return
+    with enable_python_dispatcher(), eager_kernels(), cuda_kernels() if cuda else nullcontext():
         yield
 
 
-def _make_gradients(follow: Follow, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
-    for name, parameter in parameters:
-        with follow.mode:
-            parameter.grad = torch.empty_like(parameter)
-        follow.resident(parameter.grad, f"{name}.grad", Role.GRADIENT)
-
-
-def _forward_backward(
+def _fake_arguments(
     follow: Follow,
+    stage: Stage,
     model: nn.Module,
-    arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
-    loss_fn: LossFn | None,
-    outputs_held: bool,
-) -> object:
-    """Run both phases; returns what the caller keeps: the loss, and the output if it is held."""
-    args, kwargs = arguments
-    with follow.paths(model):
-        output = model.forward(*args, **kwargs)
-    for tensor in _tensors(output):
-        follow.label(tensor, Role.OUTPUT)
-    roots = _roots(output) if loss_fn is None else [_scalar(loss_fn(output))]
-    held = output if outputs_held else None
-    del output, tensor
-    follow.phase = Phase.BACKWARD
-    tangents = [torch.ones_like(root) for root in roots]
-    for tangent in tangents:
-        follow.label(tangent, Role.TANGENT)
-    torch.autograd.backward(roots, tangents)
-    return held, [root for root in roots if root.dim() == 0]
+    arguments: tuple[tuple[object, ...], Mapping[str, object]],
+    dynamic: Dynamic | None,
+) -> tuple[tuple[tuple[object, ...], Mapping[str, object]], Mapping[str, str]]:
+    """Fakes of the arguments, and the user's name of each symbol in their sizes."""
+    tensors, pattern = take_tensors(arguments)
+    if not dynamic:
+        inputs = [stage.fake(t, f"input_{i}", Role.INPUT) for i, t in enumerate(tensors)]
+        return put_tensors(pattern, inputs), {}
+    labels = argument_names(model.forward, pattern, len(tensors))
+    tensors = [stage.converted(tensor) for tensor in tensors]
+    fakes, names = fake_tensors(follow.mode, tensors, labels, dynamic)
+    for number, (real, fake) in enumerate(zip(tensors, fakes, strict=True)):
+        stage.place(real, fake, f"input_{number}", Role.INPUT)
+    return put_tensors(pattern, fakes), names
 
 
-def _tensors(value: object) -> tuple[torch.Tensor, ...]:
-    found, _ = take_tensors(value)
-    tensors = tuple(found)
-    found.clear()  # it is in a reference cycle, which would hold the tensors
-    return tensors
-
-
-def _roots(output: object) -> list[torch.Tensor]:
-    """Tensors of the output from which backward starts."""
-    candidates = [t for t in _tensors(output) if t.requires_grad]
-    if not candidates:
-        raise UnsupportedGraphError(
-            "No tensor of the model's output requires a gradient, so there is no backward. "
-            "Give a loss function, or train at least one parameter."
-        )
-    loss = loss_of(output)
-    scalars = [t for t in candidates if t.dim() == 0 and t.is_floating_point()]
-    return [loss] if loss is not None else scalars or candidates
-
-
-def _scalar(loss: object) -> torch.Tensor:
-    """What a loss function has returned, if backward can start from it."""
-    if not isinstance(loss, torch.Tensor):
-        raise ValueError(f"loss_fn must return one scalar, got {type(loss).__name__}")
-    if loss.dim() > 0:
-        raise ValueError(f"loss_fn must return one scalar, got shape {list(loss.shape)}")
-    if not loss.requires_grad:
-        raise ValueError(
-            "loss_fn must return a scalar that requires a gradient; it uses no output that does"
-        )
-    return loss
-
-
-def _optimizer_phase(follow: Follow, twin: torch.optim.Optimizer) -> None:
-    """One late step, with the state that the steps before it have left."""
-    follow.phase = Phase.OPTIMIZER
-    step: Any = type(twin).step
-    parameters = [p for group in twin.param_groups for p in group["params"]]
-    with _running(follow):
-        with follow.preparing(), torch.no_grad():
-            if any(p.grad is not None and not twin.state.get(p) for p in parameters):
-                step(twin)
-            for state in twin.state.values():
-                if isinstance(count := state.get("step"), torch.Tensor):
-                    count.fill_(LATE_STEP)  # some optimizers do otherwise in their first steps
-        _label_state(follow, twin, parameters)
-        step(twin)
-
-
-def _label_state(
-    follow: Follow, twin: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
-) -> None:
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    for parameter, state in twin.state.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                name = f"state.{numbers[id(parameter)]}.{key}"
-                follow.label(value, Role.OPTIMIZER_STATE, name)
-
-
-def _with_scratch(trace: Trace, scratch: Sequence[Scratch]) -> Trace:
-    instants = tuple(
-        replace(instant, scratch=sympy.Integer(each.bytes))
-        for instant, each in zip(trace.instants, scratch, strict=True)
+def followed(follow: Follow, names: Mapping[str, str], marks: Sequence[int]) -> EagerStep:
+    """The record, which has two optimizer phases: from the first mark to the second, and after."""
+    env = follow.mode.shape_env
+    assert env is not None
+    follow.names = Names(names)
+    values = {str(symbol): value for symbol, value in env.backed_var_to_val.items()}
+    found = fixed(env, names)
+    numbers = {each.name for each in found}
+    trace, calls = follow.trace(), follow.calls
+    return EagerStep(
+        trace=without_first(trace, *marks),
+        calls=calls[: marks[0]] + calls[marks[1] :],
+        first_trace=only_first(trace, marks[1]),
+        first_calls=calls[: marks[1]],
+        symbols={
+            positive(name): int(values[symbol])
+            for symbol, name in names.items()
+            if name not in numbers
+        },
+        domain=guards(env, follow.names),
+        fixed=found,
     )
-    return replace(trace, instants=instants)

@@ -12,6 +12,8 @@ is not seen on fake tensors: every op is kept as a `Call`, for `passes.scratch`.
 
 Not handled: storages that are resized after their birth, and ops whose output size depends on
 unknown values.
+
+For a CUDA device, numbers and the step counts of optimizers stay on the host and are not recorded.
 """
 
 import contextlib
@@ -19,12 +21,12 @@ import functools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 from torch import nn
 
@@ -35,9 +37,10 @@ from remat.ir._torch import (
     TorchDispatchMode,
     saved_tensors_hooks,
 )
+from remat.ir.symbols import Names, expression
 
 from .eager_values import KnownValues
-from .realize import Call, described, flat_tensors, leaves
+from .realize import Call, described, flat_tensors, leaves, renamed
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
@@ -51,7 +54,7 @@ class _Storage:
 
     name: str
     role: Role
-    size: int
+    size: int | torch.SymInt
     birth: int
     death: int | None = None
 
@@ -59,14 +62,25 @@ class _Storage:
 class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records instants and blocks of what runs under it, in order."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        cuda: bool = False,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Start an empty record.
 
         Args:
             mode: the fake mode, entered before this one.
+            cuda: the fakes stand for tensors on a CUDA device.
+            autocast: context of forward and loss.
         """
         super().__init__()  # type: ignore[no-untyped-call]
+        self.cuda = cuda
+        self.autocast = autocast
+        self.names = Names({})
         self.phase = Phase.FORWARD
+        self.find_phase: Callable[[Phase], Phase] = lambda now: now
         self.values = KnownValues()
         self.mode = mode
         self._paths = [""]
@@ -90,6 +104,12 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage is not None and storage.role is Role.TEMPORARY:
             storage.role = role
             storage.name = name or storage.name
+
+    def on_host(self, tensor: torch.Tensor) -> None:
+        """The storage of `tensor` is not on the device."""
+        storage = self._alive.get(tensor.untyped_storage()._cdata)
+        if storage is not None:
+            storage.size = 0
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
@@ -124,16 +144,27 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._settle()
         end = len(self._instants)
         blocks = [
-            Block(s.name, self._role(s), sympy.Integer(s.size), s.birth, death)
+            Block(
+                s.name,
+                self._role(s),
+                self.names.plain(expression(s.size)),
+                s.birth,
+                min(death, end),
+            )
             for s in self._storages
             if (death := end if s.death is None else s.death) >= max(s.birth, 0)
         ]
         return Trace(tuple(self._instants), tuple(sorted(blocks, key=lambda block: block.birth)))
 
     @property
-    def calls(self) -> Sequence[Call]:
-        """The op of every instant, without its tensors."""
-        return self._calls
+    def count(self) -> int:
+        """Number of instants so far."""
+        return len(self._instants)
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The op of every instant, without its tensors, in the users' symbols."""
+        return tuple(renamed(call, self.names.plain) for call in self._calls)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -165,7 +196,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             label = f"{base}.{number}" if number else base
             size = tensor.untyped_storage().nbytes()
             self._follow(tensor, _Storage(label, Role.TEMPORARY, size, birth))
-        if not self._preparing and _may_save_number(func, args):
+        if not self._preparing and not self.cuda and _may_save_number(func, args):
             results = tuple(t for t in flat_tensors(out) if t is not None)
             self._unsettled = results, birth
         return out
@@ -180,6 +211,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._follow(number, _Storage(name, Role.TEMPORARY, size, birth))
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+        self.phase = self.find_phase(self.phase)
         number = self._counts[name]
         self._counts[name] += 1
         self._instants.append(
@@ -210,8 +242,10 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _role(self, storage: _Storage) -> Role:
         """An activation is a block of the forward that is still held during backward."""
-        if storage.role is not Role.TEMPORARY or storage.birth < 0:
+        if storage.role is not Role.TEMPORARY:
             return storage.role
+        if storage.birth < 0:
+            return Role.INPUT
         if self._instants[storage.birth].phase is not Phase.FORWARD:
             return Role.TEMPORARY
         end = storage.death
@@ -284,11 +318,32 @@ def _saved_names(node: type) -> tuple[str, ...]:
 
 
 def _execute(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on fakes. The fake kernel of `_grouped_mm` takes bfloat16 only; the CPU's takes others."""
+    """Run an op on fakes.
+
+    The fake kernel of `_grouped_mm` takes bfloat16 only; the CPU's takes others. That of
+    `constant_pad_nd` asks for sizes as numbers, so its decomposition runs in its place.
+    """
+    if func is torch.ops.aten.constant_pad_nd.default and _is_symbolic(args[0]):
+        return _pad(*args, **kwargs)
+    if "generator" in kwargs and func._overloadname == "generator":  # takes no symbols
+        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        return func.overloadpacket.default(*args, **kwargs)
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     narrow = [a.to(torch.bfloat16) if _is_floating(a) else a for a in args]
     return func(*narrow, **kwargs).to(args[0].dtype)
+
+
+def _pad(input: torch.Tensor, pad: Any, value: float = 0) -> torch.Tensor:
+    """`constant_pad_nd`: one new tensor, filled and then written to."""
+    before, after = pad[::2][::-1], pad[1::2][::-1]
+    kept = input.dim() - len(before)
+    grown = [n + a + b for n, a, b in zip(input.shape[kept:], before, after, strict=True)]
+    return torch.full((*input.shape[:kept], *grown), value, dtype=input.dtype, device=input.device)
+
+
+def _is_symbolic(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 
 def _is_floating(value: object) -> bool:

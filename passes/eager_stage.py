@@ -32,13 +32,17 @@ _CONTAINERS = (dict, OrderedDict, list, set)
 class Stage:
     """The fakes of one run, by the tensor that each stands for."""
 
-    def __init__(self, mode: FakeTensorMode, follow: Follow) -> None:
+    def __init__(
+        self, mode: FakeTensorMode, follow: Follow, dtype: torch.dtype | None = None
+    ) -> None:
         """Start without fakes.
 
         Args:
             mode: the mode that owns the fakes.
             follow: is told of every fake that it is resident.
+            dtype: of the fakes of floating-point tensors; None: that of each.
         """
+        self._dtype = dtype
         self._mode = mode
         self._follow = follow
         self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -56,6 +60,12 @@ class Stage:
                 fake.requires_grad_()
             self._fakes[id(real)] = real, fake  # holding the real one keeps its id from reuse
         return self._fakes[id(real)][1]
+
+    def place(self, real: torch.Tensor, fake: torch.Tensor, name: str, role: Role) -> None:
+        """Let `fake` stand in for `real`."""
+        self._follow.resident(fake, name, role)
+        self._follow.values.know(fake, real)
+        self._fakes[id(real)] = real, fake
 
     @contextlib.contextmanager
     def model(self, model: nn.Module) -> Iterator[list[tuple[str, nn.Parameter]]]:
@@ -82,6 +92,10 @@ class Stage:
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(twin, hooks, OrderedDict())
         twin.param_groups = [self._group(group) for group in optimizer.param_groups]
+        if self._follow.cuda:  # the default for tensors on a GPU
+            for group in twin.param_groups:
+                if group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = True
         twin.state = defaultdict(dict)
         for number, (parameter, state) in enumerate(optimizer.state.items()):
             twin.state[self.fake(parameter, f"parameter_{number}", Role.PARAMETER)] = (
@@ -103,14 +117,24 @@ class Stage:
     def _state(self, real: torch.Tensor) -> torch.Tensor:
         return self.fake(real, f"optimizer_state_{len(self._fakes)}", Role.OPTIMIZER_STATE)
 
+    def converted(self, real: torch.Tensor) -> torch.Tensor:
+        """`real`, or a tensor like it of the type that was asked for, without data."""
+        dtype = self._type(real)
+        return real if dtype == real.dtype else torch.empty_like(real, dtype=dtype, device="meta")
+
+    def _type(self, real: torch.Tensor) -> torch.dtype:
+        return self._dtype if self._dtype and real.is_floating_point() else real.dtype
+
     def _empty(self, real: torch.Tensor) -> torch.Tensor:
         storage = real.untyped_storage()
         device = torch.device("cpu") if real.is_meta else real.device
+        dtype = self._type(real)
         with self._mode, torch.no_grad():
             if storage._cdata not in self._storages:
-                flat = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+                size = storage.nbytes() // real.dtype.itemsize * dtype.itemsize
+                flat = torch.empty(size, dtype=torch.uint8, device=device)
                 self._storages[storage._cdata] = flat.untyped_storage()
-            empty = torch.empty(0, dtype=real.dtype, device=device)
+            empty = torch.empty(0, dtype=dtype, device=device)
             return empty.set_(
                 self._storages[storage._cdata], real.storage_offset(), real.size(), real.stride()
             )

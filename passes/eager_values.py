@@ -6,7 +6,8 @@ eager takes the branch of the real values, so the trace must know them.
 Definition. A storage is *known* if it
     (1) is there before the step, with data, and is integer, boolean or a single number, or
     (2) is written by an op all of whose tensor operands are known,
-and has at most `LIMIT` elements. The twin of a known storage is a real storage with the same bytes,
+and has at most `LIMIT` elements. Symbolic sizes have their example's values here, so a branch is that
+of the example. The twin of a known storage is a real storage with the same bytes,
 obtained by executing the same ops. A write by an op that (2) does not cover makes its operands
 unknown.
 
@@ -15,12 +16,14 @@ is one that eager may take, not always the one that it takes next.
 """
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
 
 from remat.ir._torch import FakeTensor, no_dispatch
+from remat.ir.symbols import hint, hints
 
 from .realize import flat_tensors, leaves
 
@@ -44,7 +47,7 @@ class KnownValues:
             return
         with no_dispatch(), torch.no_grad():
             copy: torch.UntypedStorage = real.cpu().clone().untyped_storage()
-        if copy.nbytes() == fake.untyped_storage().nbytes():
+        if copy.nbytes() == hint(fake.untyped_storage().nbytes()):
             self._twins[fake.untyped_storage()._cdata] = copy
 
     def forget(self, storage: int) -> None:
@@ -58,7 +61,9 @@ class KnownValues:
             return None
         with no_dispatch():
             empty = torch.empty(0, dtype=fake.dtype)
-            return empty.set_(twin, fake.storage_offset(), fake.size(), fake.stride())
+            return empty.set_(
+                twin, hint(fake.storage_offset()), hints(fake.size()), hints(fake.stride())
+            )
 
     def item(self, fake: torch.Tensor) -> bool | int | float | complex | None:
         """The value of a fake tensor with one element; None if it is not known."""
@@ -73,7 +78,7 @@ class KnownValues:
         """Repeat on real values what `op` has done on fake ones with the result `out`."""
         operands = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         results = flat_tensors(out)
-        small = all(t is None or t.numel() <= LIMIT for t in results)
+        small = all(t is None or prod(hints(t.shape)) <= LIMIT for t in results)
         if small and self._all_known(operands) and self._on_cpu(results):
             try:
                 self._repeat(op, args, kwargs, results)
@@ -101,6 +106,8 @@ class KnownValues:
         results: tuple[torch.Tensor | None, ...],
     ) -> None:
         def twin(leaf: Any) -> Any:
+            if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+                return leaf.node.hint
             return self.value(leaf) if isinstance(leaf, FakeTensor) else leaf
 
         real_args: Any = map_aggregate(args, twin)
@@ -112,7 +119,8 @@ class KnownValues:
                 continue
             storage = real.untyped_storage()
             same = (
-                fake.stride() == real.stride() and fake.storage_offset() == real.storage_offset()
+                hints(fake.stride()) == real.stride()
+                and hint(fake.storage_offset()) == real.storage_offset()
             )
-            if same and storage.nbytes() == fake.untyped_storage().nbytes():
+            if same and storage.nbytes() == hint(fake.untyped_storage().nbytes()):
                 self._twins[fake.untyped_storage()._cdata] = storage

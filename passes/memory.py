@@ -8,7 +8,7 @@ here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import sympy
@@ -39,6 +39,18 @@ def at_binding(size: sympy.Expr | int, binding: Mapping[sympy.Symbol, int]) -> i
     return int(size) if size.is_Integer else int(size.subs(binding))
 
 
+class _Sizes(dict[sympy.Expr, int]):
+    """Sizes at a binding; each distinct one is computed once."""
+
+    def __init__(self, binding: Mapping[sympy.Symbol, int]) -> None:
+        super().__init__()
+        self._binding = binding
+
+    def __missing__(self, size: sympy.Expr) -> int:
+        self[size] = at_binding(size, self._binding)
+        return self[size]
+
+
 def profile(trace: Trace, binding: Mapping[sympy.Symbol, int] | None = None) -> MemoryProfile:
     """Add up the blocks of `trace` at every instant.
 
@@ -46,22 +58,31 @@ def profile(trace: Trace, binding: Mapping[sympy.Symbol, int] | None = None) -> 
         trace: the step.
         binding: the integer of every symbol that occurs in a size.
     """
-    binding = binding or {}
+    bytes_of = _Sizes(binding or {})
     n = len(trace.instants)
     steps: dict[Role, list[int]] = {}
     for block in trace.blocks:
         change = steps.setdefault(block.role, [0] * (n + 1))
-        size = at_binding(block.size, binding)
+        size = bytes_of[block.size]
         change[max(block.birth, 0)] += size
         change[min(block.death, n - 1) + 1] -= size
     by_role = {role: tuple(accumulate(change[:n])) for role, change in steps.items()}
     total = tuple(
-        at_binding(instant.scratch, binding) + sum(curve[i] for curve in by_role.values())
+        bytes_of[instant.scratch] + sum(curve[i] for curve in by_role.values())
         for i, instant in enumerate(trace.instants)
     )
-    resident = sum(at_binding(b.size, binding) for b in trace.blocks if b.birth == -1)
+    resident = sum(bytes_of[b.size] for b in trace.blocks if b.birth == -1)
     peak = max(total, default=resident)
     return MemoryProfile(total, by_role, peak, total.index(peak) if total else -1, resident)
+
+
+def bound(trace: Trace, binding: Mapping[sympy.Symbol, int]) -> Trace:
+    """The trace with numbers for sizes."""
+    bytes_of = _Sizes(binding)
+    return Trace(
+        tuple(replace(i, scratch=sympy.Integer(bytes_of[i.scratch])) for i in trace.instants),
+        tuple(replace(b, size=sympy.Integer(bytes_of[b.size])) for b in trace.blocks),
+    )
 
 
 def alive_at(trace: Trace, instant: int) -> tuple[Block, ...]:

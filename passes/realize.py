@@ -11,7 +11,7 @@ conjugate and negative bits.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import sympy
@@ -98,6 +98,24 @@ def at(call: Call, binding: Mapping[sympy.Symbol, int]) -> Call:
         return leaf
 
     args, kwargs = _mapped(call, bind)
+    return Call(call.target, args, kwargs)
+
+
+def renamed(call: Call, rename: Callable[[Any], Any]) -> Call:
+    """A described call with every symbolic size replaced by what `rename` makes of it."""
+
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, TensorSpec):
+            return replace(
+                leaf,
+                shape=tuple(map(rename, leaf.shape)),
+                strides=tuple(map(rename, leaf.strides)),
+                offset=rename(leaf.offset),
+                storage_bytes=rename(leaf.storage_bytes),
+            )
+        return rename(leaf)
+
+    args, kwargs = _mapped(call, change)
     return Call(call.target, args, kwargs)
 
 

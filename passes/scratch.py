@@ -57,6 +57,8 @@ class Origin(StrEnum):
 
     MEASURED = "measured"
     FORMULA = "formula"
+    FITTED = "fitted"
+    RESERVED = "reserved"
     UNKNOWN = "unknown"
 
 

@@ -1,0 +1,1 @@
+from ir.device_autocast import *

@@ -1,0 +1,1 @@
+from passes.caching_allocator import *

@@ -1,0 +1,1 @@
+from passes.device_memory import *

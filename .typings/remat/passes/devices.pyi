@@ -1,0 +1,1 @@
+from passes.devices import *

@@ -1,0 +1,1 @@
+from passes.eager_callable import *

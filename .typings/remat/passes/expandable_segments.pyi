@@ -1,0 +1,1 @@
+from passes.expandable_segments import *

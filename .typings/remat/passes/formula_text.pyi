@@ -1,0 +1,1 @@
+from passes.formula_text import *

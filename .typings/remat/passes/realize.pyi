@@ -1,0 +1,1 @@
+from passes.realize import *

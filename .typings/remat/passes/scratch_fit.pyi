@@ -1,0 +1,1 @@
+from passes.scratch_fit import *

@@ -1,0 +1,137 @@
+"""The example call of `analyze`: its named sizes, and the same call at other sizes."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.ir.capture import argument_names
+from remat.ir.fake import Dynamic
+from remat.ir.structure import put_tensors, take_tensors
+from remat.ir.untouched import put_back, python_state
+from remat.passes.eager import EagerStep, eager_step
+from remat.passes.loop import Loop
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """The step that is analysed."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss_fn: Callable[[Any], torch.Tensor] | None
+    optimizer: torch.optim.Optimizer | None
+    loop: Loop
+    dynamic: Dynamic
+    cuda: bool
+    """The kernels of a CUDA device."""
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    dtype: torch.dtype | None = None
+    """Floating-point tensors of model and arguments are taken to have this type."""
+
+
+def named_sizes(request: StepRequest) -> dict[str, int]:
+    """The example's value of every name.
+
+    Raises:
+        ValueError: a name has two values, or an argument or dimension does not exist.
+    """
+    tensors, names = _named_tensors(request)
+    found: dict[str, int] = {}
+    for argument, dims in request.dynamic.items():
+        members = [t for t, name in zip(tensors, names, strict=True) if name == argument]
+        if not members and _is_given(request, argument):
+            continue  # the same tensor as another argument, or no tensor
+        if not members:
+            known = ", ".join(dict.fromkeys(name for name in names if name))
+            raise ValueError(f"dynamic: no argument {argument!r} with tensors; there are: {known}")
+        for tensor in members:
+            for dim, name in dims.items():
+                if not 0 <= dim < tensor.dim():
+                    raise ValueError(f"dynamic: {argument} has no dimension {dim}")
+                size = int(tensor.shape[dim])
+                if found.setdefault(name, size) != size:
+                    raise ValueError(
+                        f"dynamic: {name!r} is {found[name]} and, in {argument}, {size}. "
+                        "Sizes of one name are equal; give them two names."
+                    )
+    return found
+
+
+def _is_given(request: StepRequest, argument: str) -> bool:
+    signature = inspect.signature(request.model.forward)
+    given = signature.bind(*request.args, **request.kwargs).arguments
+    return argument in given or argument in request.kwargs
+
+
+def automatic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Dynamic:
+    """`dynamic` for the leading dimension of all arguments that share it, as ``batch``."""
+    tensors, pattern = take_tensors((args, dict(kwargs)))
+    names = argument_names(model.forward, pattern, len(tensors))
+    leading = [int(tensor.shape[0]) for tensor in tensors if tensor.dim()]
+    if not leading:
+        return {}
+    batch = max(leading, key=leading.count)
+    return {
+        name: {0: "batch"}
+        for tensor, name in zip(tensors, names, strict=True)
+        if name and tensor.dim() and tensor.shape[0] == batch
+    }
+
+
+def _named_tensors(request: StepRequest) -> tuple[list[torch.Tensor], list[str]]:
+    tensors, pattern = take_tensors((request.args, dict(request.kwargs)))
+    return tensors, argument_names(request.model.forward, pattern, len(tensors))
+
+
+def resized(
+    request: StepRequest, sizes: Mapping[str, int]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The example's arguments at other sizes: their elements repeated in turn."""
+    tensors, pattern = take_tensors((request.args, dict(request.kwargs)))
+    names = argument_names(request.model.forward, pattern, len(tensors))
+    changed = [
+        _cycled(tensor, {d: sizes[n] for d, n in request.dynamic.get(name, {}).items()})
+        for tensor, name in zip(tensors, names, strict=True)
+    ]
+    brought: tuple[tuple[Any, ...], dict[str, Any]] = put_tensors(pattern, changed)
+    return brought
+
+
+def _cycled(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    result = tensor.detach()
+    for dim, size in sizes.items():
+        if result.shape[dim] != size:
+            picks = torch.arange(size, device=result.device) % max(1, result.shape[dim])
+            result = result.index_select(dim, picks)
+    return tensor if result.shape == tensor.shape else result.requires_grad_(tensor.requires_grad)
+
+
+def follow_example(request: StepRequest, sizes: Mapping[str, int]) -> EagerStep:
+    """The step at `sizes`; those above 1 are symbols."""
+    args, kwargs = resized(request, sizes)
+    symbols = {
+        argument: {dim: name for dim, name in dims.items() if sizes[name] > 1}
+        for argument, dims in request.dynamic.items()
+    }
+    state = python_state(request.model)
+    try:
+        return eager_step(
+            request.model,
+            args,
+            kwargs,
+            loss_fn=request.loss_fn,
+            optimizer=request.optimizer,
+            loop=request.loop,
+            dynamic={argument: dims for argument, dims in symbols.items() if dims},
+            cuda=request.cuda,
+            autocast=request.autocast,
+            dtype=request.dtype,
+        )
+    finally:  # the forward ran on fake tensors, which must stay nowhere
+        put_back(state)

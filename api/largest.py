@@ -1,0 +1,72 @@
+"""The largest size that fits under a budget.
+
+The formula of a region is solved exactly; its answer is checked against the exact peak at that size and at
+the next, and moved until the former fits and the latter does not. Where the answer lies outside the region,
+the region that has it is asked. So the answer n fits and n + 1 does not, by the predicted peak; if the peak
+is not monotone in the size, some smaller size may not fit, or some larger one may.
+"""
+
+from collections.abc import Callable, Mapping
+
+import sympy
+
+from remat.ir.symbols import positive
+from remat.passes.formula_solve import largest as solve
+
+_MOST = 10**9
+"""No larger size is looked for."""
+
+
+def largest_fit(
+    name: str,
+    budget: int,
+    sizes: Mapping[str, int],
+    peak_formula: Callable[[Mapping[str, int]], sympy.Expr],
+    peak_at: Callable[[Mapping[str, int]], int],
+) -> int:
+    """The largest value of `name` whose peak is at most `budget`; 0 if 1 does not fit.
+
+    Args:
+        name: of the size that is looked for.
+        budget: bytes.
+        sizes: all names with their values; that of `name` is where the search begins.
+        peak_formula: of the region that has these sizes.
+        peak_at: exact bytes at sizes.
+
+    Raises:
+        ValueError: the peak does not depend on it.
+    """
+
+    def fits(value: int) -> bool:
+        return peak_at({**sizes, name: value}) <= budget
+
+    guess = _by_formula(name, budget, sizes, peak_formula)
+    step = 1
+    while guess > 0 and not fits(guess):
+        guess, step = max(0, guess - step), 2 * step
+    low, high = guess, guess + 1
+    step = 1
+    while high <= _MOST and fits(high):
+        low, step = high, 2 * step
+        high = low + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _by_formula(
+    name: str,
+    budget: int,
+    sizes: Mapping[str, int],
+    peak_formula: Callable[[Mapping[str, int]], sympy.Expr],
+) -> int:
+    """What the formula of the region that the answer lies in says; of a few tries, the last."""
+    others = {positive(n): v for n, v in sizes.items() if n != name}
+    guess = sizes[name]
+    seen: list[int] = []
+    while guess not in seen:
+        seen.append(guess)
+        found = solve(peak_formula({**sizes, name: guess}), positive(name), others, budget)
+        guess = min(_MOST, max(1, found or 1))
+    return guess

@@ -1,0 +1,100 @@
+"""What fits, and at which cost, if activations are recomputed: questions of a report that plans answer.
+
+Each answer is a plan that was made at that size, for the same loss and optimizer. A size is said to fit if
+a plan was found; that no larger one fits is as far as was found, not proven.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from remat.ir import InfeasibleBudgetError
+from remat.ir.capture import is_fake
+from remat.passes import Plan, StepProtocol
+
+from .example import StepRequest, resized
+from .optimize import plan_checkpoints
+
+_SECONDS = 10.0
+"""Solver time of one plan."""
+_MOST = 4096
+"""No size is tried that is more times as large as the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """One plan on the way from the least peak to eager's."""
+
+    budget_bytes: int
+    peak_bytes: int
+    overhead: float
+    """Predicted extra time, as a fraction of forward and backward."""
+    lower_bound: float
+    """No plan of the class of the bound has a smaller overhead."""
+
+
+def plan_at(request: StepRequest, device: str, budget: int, sizes: Mapping[str, int]) -> Plan:
+    """The plan of the step at sizes, under a budget in bytes.
+
+    Raises:
+        InfeasibleBudgetError: no plan was found.
+        ValueError: the plan is for a device that is not at hand, and the model has data.
+    """
+    has_data = not any(is_fake(parameter) for parameter in request.model.parameters())
+    if request.cuda and has_data and not any(p.is_cuda for p in request.model.parameters()):
+        raise ValueError(
+            f"a plan for {device} needs a model without data here: build it under torch.device('meta')"
+        )
+    loop = request.loop
+    args, kwargs = resized(request, sizes)
+    return plan_checkpoints(
+        request.model,
+        f"{budget}B",
+        args,
+        kwargs,
+        loss_fn=request.loss_fn,
+        optimizer=request.optimizer,
+        protocol=StepProtocol(
+            gradients_resident=loop.gradients_resident or loop.accumulation_steps > 1,
+            outputs_held=loop.outputs_held,
+        ),
+        cost_model="roofline" if has_data else device,
+        time_limit_s=_SECONDS,
+    )
+
+
+def largest_planned(
+    request: StepRequest, device: str, name: str, budget: int, sizes: Mapping[str, int], least: int
+) -> int:
+    """The largest value of `name` for which a plan is found, from `least` (which fits) on."""
+
+    def fits(value: int) -> bool:
+        try:
+            plan_at(request, device, budget, {**sizes, name: value})
+        except InfeasibleBudgetError:
+            return False
+        return True
+
+    low, high = least, max(1, 2 * least)
+    while fits(high):
+        low, high = high, 2 * high
+        if high > _MOST * max(1, least):
+            return low
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def frontier(
+    request: StepRequest, device: str, peak: int, sizes: Mapping[str, int], count: int
+) -> tuple[FrontierPoint, ...]:
+    """Plans at `count` budgets, from the least peak that was found to eager's `peak`."""
+    least = plan_at(request, device, peak, sizes).least_peak_bytes
+    budgets: Sequence[int] = sorted(
+        {least + (peak - least) * i // (count - 1) for i in range(count)}
+    )
+    points = []
+    for budget in budgets:
+        plan = plan_at(request, device, budget, sizes)
+        points.append(FrontierPoint(budget, plan.peak_bytes, plan.overhead, plan.lower_bound))
+    return tuple(points)

@@ -1,0 +1,147 @@
+"""Regions of sizes: one symbolic trace holds inside its guards only, another size gets another trace.
+
+A *region* is the set of sizes that fulfil the conditions of one trace. Regions are found as they are
+asked for: a size that no known region has is traced anew, from the example brought to that size. A size of
+1 is never a symbol (tensors with a dimension of 1 are laid out in other ways), so it has a region of its
+own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+
+from remat.ir import Trace
+from remat.ir.symbols import Fixed, positive
+from remat.passes import Call, measure_scratch
+from remat.passes.eager import EagerStep
+from remat.passes.rounding import rounded
+from remat.passes.scratch import Origin
+from remat.passes.scratch_fit import FittedScratch, fit_scratch
+from remat.passes.workspace import with_workspaces
+
+Sizes = Mapping[str, int]
+_EXACT = 2**30
+"""Bytes of arguments and results up to which a kernel is run to learn its scratch at one size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where the step runs."""
+
+    name: str
+    cuda: bool
+    """CUDA's kernels and block sizes."""
+    measures: bool
+    """Kernels can be run here to learn their scratch."""
+    workspace: int = 0
+    """Bytes of one workspace of cuBLAS."""
+    scratch: Callable[[Sequence[Call]], Sequence[FittedScratch]] | None = None
+    """Scratch by formula, for a device that is not at hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kind of step in one region."""
+
+    trace: Trace
+    """With scratch as expressions, blocks as large as the device's, and workspaces."""
+    scratch: tuple[FittedScratch, ...]
+    """Per instant."""
+    calls: tuple[Call, ...]
+    """Per instant."""
+
+    def at(self, binding: Mapping[sympy.Symbol, int], measures: bool) -> Trace:
+        """The trace with the scratch that kernels take at these sizes, where they can be run."""
+        if not measures:
+            return self.trace
+        measured = measure_scratch(self.calls, binding, _EXACT)
+        instants = tuple(
+            instant
+            if found.origin is Origin.UNKNOWN
+            else replace(instant, scratch=sympy.Integer(found.bytes))
+            for instant, found in zip(self.trace.instants, measured, strict=True)
+        )
+        return replace(self.trace, instants=instants)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Sizes for which one trace holds."""
+
+    example: Mapping[sympy.Symbol, int]
+    domain: tuple[sympy.Basic, ...]
+    fixed: tuple[Fixed, ...]
+    ones: frozenset[str]
+    """Names that are 1 here."""
+    first: Step
+    steady: Step
+
+    def has(self, sizes: Sizes) -> bool:
+        """Whether the sizes are in the region."""
+        numbers = {each.name: each.value for each in self.fixed}
+        if any(sizes[name] != value for name, value in numbers.items()):
+            return False
+        if self.ones != {
+            name for name, size in sizes.items() if size == 1 and name not in numbers
+        }:
+            return False
+        binding = {positive(name): size for name, size in sizes.items()}
+        return all(bool(condition.subs(binding)) for condition in self.domain)
+
+
+class Regions:
+    """All regions of a step that have been asked for."""
+
+    def __init__(self, follow: Callable[[Sizes], EagerStep], sizes: Sizes, target: Target) -> None:
+        """Start without any.
+
+        Args:
+            follow: the step at sizes; those above 1 are symbols.
+            sizes: value of every name in the example.
+            target: where the step runs.
+        """
+        self.sizes = sizes
+        self.target = target
+        self._follow = follow
+        self._known: list[Region] = []
+
+    def main(self) -> Region:
+        """The region of the example, where every size of 1 is taken to be 2."""
+        return self.at({name: max(size, 2) for name, size in self.sizes.items()})
+
+    def at(self, sizes: Sizes) -> Region:
+        """The region that has `sizes`, traced if it is new."""
+        for region in self._known:
+            if region.has(sizes):
+                return region
+        step = self._follow(sizes)
+        region = Region(
+            example=step.symbols,
+            domain=step.domain,
+            fixed=step.fixed,
+            ones=frozenset(name for name, size in sizes.items() if size == 1),
+            first=_finished(step, step.first_trace, step.first_calls, self.target, first=True),
+            steady=_finished(step, step.trace, step.calls, self.target, first=False),
+        )
+        self._known.append(region)
+        return region
+
+
+def _finished(
+    step: EagerStep, trace: Trace, calls: tuple[Call, ...], target: Target, *, first: bool
+) -> Step:
+    if target.measures:
+        scratch = fit_scratch(calls, step.symbols, step.domain)
+    elif target.scratch is not None:
+        scratch = tuple(target.scratch(calls))
+    else:
+        scratch = (FittedScratch(sympy.S.Zero, Origin.UNKNOWN),) * len(calls)
+    instants = tuple(
+        replace(instant, scratch=found.bytes)
+        for instant, found in zip(trace.instants, scratch, strict=True)
+    )
+    trace = replace(trace, instants=instants)
+    if target.workspace:
+        trace = with_workspaces(trace, target.workspace, first=first)
+    return Step(rounded(trace) if target.cuda else trace, scratch, calls)

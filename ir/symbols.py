@@ -1,0 +1,125 @@
+"""Sizes that are symbols while a step is traced: their example values, and their form for users.
+
+A traced size is an `int` or a `torch.SymInt`. The *hint* of a symbolic size is its value in the example;
+asking for it adds no guard, whereas comparing or converting the size does. A guard is a condition on
+the symbols under which the trace holds; a symbol that a guard ties to one number is *fixed*.
+
+Users see plain sympy: symbols that are positive integers under the users' names, and `floor`, `Mod` and
+`Max` for torch's own functions of the same meaning.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from ._torch import ShapeEnv
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A size that was to be a symbol, and that the step needs as a number."""
+
+    name: str
+    """The user's name for it."""
+    value: int
+    where: str
+    """The code that asked for the number: ``file.py:12 in forward``; empty if unknown."""
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """The size in the example."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def hints(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
+    """The sizes in the example."""
+    return tuple(map(hint, sizes))
+
+
+def expression(size: int | torch.SymInt) -> sympy.Expr:
+    """The size in torch's symbols."""
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+
+
+def positive(name: str) -> sympy.Symbol:
+    """The symbol that users see for a name."""
+    return sympy.Symbol(name, positive=True, integer=True)
+
+
+class Names:
+    """Turns expressions in torch's symbols into users' ones; each distinct expression once."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """Start.
+
+        Args:
+            names: torch's symbol -> the user's name; others keep theirs.
+        """
+        self._names = names
+        self._known: dict[sympy.Basic, Any] = {}
+
+    def plain(self, expression: Any) -> Any:
+        """The same expression for users."""
+        if not isinstance(expression, sympy.Basic) or expression.is_Integer:
+            return expression
+        if expression not in self._known:
+            symbols = {s: positive(self._names.get(str(s), str(s))) for s in _symbols(expression)}
+            self._known[expression] = _expanded(_plain(expression.xreplace(symbols)))
+        return self._known[expression]
+
+
+def guards(env: ShapeEnv, names: Names) -> tuple[sympy.Basic, ...]:
+    """Conditions under which the trace holds, each once, in the order in which they arose."""
+    found = (names.plain(guard.expr.xreplace(env.replacements)) for guard in env.guards)
+    return tuple(dict.fromkeys(g for g in found if g not in (sympy.true, sympy.false)))
+
+
+def fixed(env: ShapeEnv, names: Mapping[str, str]) -> tuple[Fixed, ...]:
+    """Sizes that were named and turned out to be numbers."""
+    where = {str(g.expr.lhs): _place(g.sloc) for g in env.guards if isinstance(g.expr, sympy.Eq)}
+    return tuple(
+        Fixed(names[str(symbol)], int(value), where.get(str(symbol), ""))
+        for symbol, value in env.replacements.items()
+        if str(symbol) in names and value.is_Integer
+    )
+
+
+def _place(sloc: Any) -> str:
+    found = str(sloc.maybe_user_loc or sloc)
+    return found.strip("()")
+
+
+def _symbols(expression: sympy.Basic) -> list[sympy.Symbol]:
+    return sorted(expression.free_symbols, key=str)
+
+
+def _expanded(expression: sympy.Basic) -> sympy.Basic:
+    return sympy.expand(expression) if isinstance(expression, sympy.Expr) else expression
+
+
+def _plain(expression: Any) -> Any:
+    """Replace torch's functions by sympy's, from the leaves up."""
+    if not expression.args:
+        return expression
+    args = [_plain(arg) for arg in expression.args]
+    name = type(expression).__name__
+    if name in ("FloorDiv", "CleanDiv"):
+        return sympy.floor(args[0] / args[1])
+    if name == "ModularIndexing":
+        return sympy.Mod(sympy.floor(args[0] / args[1]), args[2])
+    if name in ("PythonMod", "Mod"):
+        return sympy.Mod(args[0], args[1])
+    if name in ("CeilToInt", "CeilDiv"):
+        return sympy.ceiling(args[0] if len(args) == 1 else args[0] / args[1])
+    if name == "FloorToInt":
+        return sympy.floor(args[0])
+    if name in ("Max", "Min"):
+        return getattr(sympy, name)(*args)
+    if name in ("IntTrueDiv", "FloatTrueDiv"):
+        return args[0] / args[1]
+    if name in ("ToFloat", "Identity"):
+        return args[0]
+    return expression.func(*args)

@@ -1,0 +1,137 @@
+"""Event trace of any training step that is a Python function, built and run on fake tensors.
+
+For steps that are more, or less, than a model with a loss and an optimizer: several models, a benchmark of
+one layer, a loop with its own order of things. `build` makes everything the step needs and returns the
+step; it is called with the sizes, which may be symbols.
+
+What `build` leaves alive is resident. The step is run twice; the first run is the first step, the second,
+with all that the first has left (gradients, optimizer state), every later one.
+
+Phases. An op that autograd's engine runs is backward; one outside it, after the first backward and
+without gradient mode, belongs to the optimizer step; all others are forward.
+
+Not handled: what `eager` does not handle; steps whose third run differs from the second.
+"""
+
+import gc
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from remat.ir import Phase, Role, UnsupportedGraphError
+from remat.ir._torch import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    graph_task_id,
+)
+from remat.ir.fake import fake_tensors
+
+from .eager import EagerStep, fakes, followed, kernels, running
+from .eager_follow import Follow
+from .eager_phases import label_state
+
+Build = Callable[..., Callable[[], object]]
+
+
+def callable_step(
+    build: Build,
+    sizes: Mapping[str, int],
+    *,
+    cuda: bool = False,
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> EagerStep:
+    """Follow a step that is a function.
+
+    Args:
+        build: called with every size by name; returns the step.
+        sizes: example values; those above 1 become symbols.
+        cuda: run the kernels of a CUDA device.
+        autocast: context of the step.
+
+    Raises:
+        UnsupportedGraphError: the step depends on values of tensors.
+    """
+    try:
+        with fakes(cuda) as (follow, _):
+            symbols, names = _symbols(follow, sizes)
+            follow.find_phase = _phase
+            hook = register_optimizer_step_pre_hook(_foreach if cuda else _nothing)
+            try:
+                with running(follow), kernels(cuda, symbolic=True):
+                    with follow.preparing():
+                        step = build(**symbols)
+                    _label(follow)
+                    marks = [0]
+                    for _ in range(2):
+                        with autocast():
+                            step()
+                        _label(follow)
+                        marks.append(follow.count)
+            finally:
+                hook.remove()
+            found = followed(follow, names, marks[:2])
+            del step
+        return found
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UnsupportedGraphError(
+            f"The step depends on values of tensors, which a trace does not have: {error}"
+        ) from error
+
+
+def _symbols(
+    follow: Follow, sizes: Mapping[str, int]
+) -> tuple[dict[str, int | torch.SymInt], Mapping[str, str]]:
+    wanted = {name: size for name, size in sizes.items() if size > 1}
+    if not wanted:
+        return dict(sizes), {}
+    shaped = torch.empty(tuple(wanted.values()), device="meta")
+    (fake,), names = fake_tensors(
+        follow.mode, [shaped], ["sizes"], {"sizes": dict(enumerate(wanted))}
+    )
+    return {**sizes, **dict(zip(wanted, fake.shape, strict=True))}, names
+
+
+def _phase(now: Phase) -> Phase:
+    if graph_task_id() != -1:
+        return Phase.BACKWARD
+    if now is Phase.FORWARD or torch.is_grad_enabled():
+        return Phase.FORWARD
+    return Phase.OPTIMIZER
+
+
+def _nothing(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The CPU's optimizers are as they are."""
+
+
+def _foreach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The default of optimizers on a GPU."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def _label(follow: Follow) -> None:
+    """Say what the storages are for that parameters, their gradients and optimizers hold."""
+    objects = gc.get_objects()
+    for found in objects:
+        kind = type(found)
+        if issubclass(kind, torch.Tensor) and _is_ours(follow, found):
+            if isinstance(found, nn.Parameter):
+                follow.label(found, Role.PARAMETER)
+            if found.is_leaf and found.grad is not None:
+                follow.label(found.grad, Role.GRADIENT)
+    for found in objects:
+        if issubclass(type(found), Optimizer) and hasattr(found, "param_groups"):
+            parameters = [p for group in found.param_groups for p in group["params"]]
+            if any(_is_ours(follow, p) for p in parameters):
+                label_state(follow, found, parameters)
+
+
+def _is_ours(follow: Follow, tensor: torch.Tensor) -> bool:
+    fake = tensor.data if isinstance(tensor, nn.Parameter) else tensor
+    return isinstance(fake, FakeTensor) and fake.fake_mode is follow.mode
