@@ -38,6 +38,7 @@ examples: $(INSTALLED) ## run every example, small
 	$(BIN)/python examples/train_gpt.py --quick
 	$(BIN)/python examples/train_resnet.py --quick
 	$(BIN)/python examples/plan_llama.py --quick
+	$(BIN)/python examples/peak_formula.py
 
 clean: ## remove the environment and all caches
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
