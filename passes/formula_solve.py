@@ -89,7 +89,7 @@ def _without_steps(term: sympy.Expr, *, upper: bool) -> sympy.Expr:
     total = sympy.S.Zero
     for product, coefficient in sympy.expand(term).as_coefficients_dict().items():
         bound = sympy.S.One
-        high = upper is (coefficient > 0)
+        high = upper is bool(coefficient > 0)
         for base, power in product.as_powers_dict().items():
             bound *= _bound(base, high) ** power
         total += coefficient * bound
