@@ -11,24 +11,32 @@ import inspect
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
+from remat.ir import GuardError
+from remat.ir.capture import argument_names
 from remat.ir.structure import rebuilder, take_tensors
 from remat.passes import Plan
 
 from .explain import explain
-from .guards import Call, Guard, make_guard, normalize
+from .guards import Call, Guard, described, make_guard, normalize
 from .module_state import traced_hooks
 from .optimizers import find_optimizer, traits, watch_optimizers
 from .options import Options
-from .planner import Planned, Request, make_plan
+from .planner import Planned, make_plan
 from .progress import progress
+from .request import Request
 from .runtime import run
+from .sizes import at_sizes, peak_at, prepared_for, why_not_at
+
+PLANS = 8
+"""Plans that are kept; each has its own graphs."""
 
 
 @dataclass(slots=True)
@@ -41,6 +49,8 @@ class Stats:
     """Training calls outside the guards, which ran the original forward, by reason."""
     plans: int = 0
     """Plans that were made."""
+    replanned: Counter[str] = field(default_factory=Counter)
+    """Those of them that were made for new sizes, by size and reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,9 @@ class _Entry:
     guard: Guard
     planned: Planned
     rebuild: Callable[[Any], Any]
+
+
+_Key = tuple[bool, tuple[Any, ...]]
 
 
 class Remat:
@@ -64,8 +77,9 @@ class Remat:
         self.signature = signature
         self.stats = Stats()
         self.enabled = True
-        self._entries: dict[bool, _Entry] = {}
-        """By whether gradients are resident when the forward begins."""
+        self._entries: dict[_Key, _Entry] = {}
+        """By whether gradients are resident when the forward begins, and by what the arguments are if sizes
+        are dynamic."""
         self._current: _Entry | None = None
         self._outstanding = 0
         self._warned: set[str] = set()
@@ -101,6 +115,19 @@ class Remat:
             return "No plan yet: it is made on the first training call."
         return explain(self._current.planned, self.stats)
 
+    def peak_at(self, **sizes: int) -> int:
+        """Peak of the plan in use at other sizes, bytes, with what kernels take there measured.
+
+        Args:
+            sizes: number of every name in `dynamic`.
+
+        Raises:
+            GuardError: there is no plan, or it cannot run at these sizes.
+        """
+        if self._current is None:
+            raise GuardError("there is no plan yet: it is made on the first training call")
+        return peak_at(self._current.planned, sizes)
+
     def disable(self) -> None:
         """Run the original forward from now on."""
         self.enabled = False
@@ -120,7 +147,10 @@ class Remat:
             call: normalised arguments.
             resident: gradients exist when the forward begins.
         """
-        known = next(iter(self._entries.values()), None)
+        tensors, pattern = take_tensors(call)
+        dynamic = self.options.dynamic or {}
+        names = argument_names(forward, pattern, len(tensors)) if dynamic else [""] * len(tensors)
+        known = [entry.planned for entry in self._distinct(resident=False)]
         asked = self._stepped or self.options.optimizer
         request = Request(
             module=model,
@@ -134,6 +164,7 @@ class Remat:
             cost_model=self.options.device_for_cost(model),
             limits=self.options.limits,
             patterns=self.options.patterns,
+            dynamic=self.options.dynamic,
         )
         if hooked := traced_hooks(model):
             self._warn(
@@ -142,19 +173,56 @@ class Remat:
                 "becomes part of the plan, what else they do does not happen in planned steps.",
             )
         with self._original_runs(), progress() as report:
-            planned = make_plan(request, report, known.planned.prepared if known else None)
+            planned = make_plan(request, report, prepared_for(request, known))
         captured = planned.prepared.capture
-        guard = make_guard(model, call, planned.prepared)
+        dims = tuple(frozenset(dynamic.get(name, ())) for name in names)
+        guard = make_guard(model, call, planned.prepared, dims)
         entry = _Entry(guard, planned, rebuilder(captured.output_pattern))
+        if planned.domain.fixed and not self.stats.plans:
+            sizes = ", ".join(f"{name} = {size}" for name, size in planned.domain.fixed.items())
+            self._warn(
+                "fixed",
+                f"remat: the model needs {sizes} as numbers, so the plan holds for these only; other "
+                "sizes are planned anew.",
+            )
         if self._stepped is not None:  # only now: a plan that failed is asked for again
             self._stepped = None
             self._entries.clear()
-        self._entries[resident] = self._current = entry
+        self._entries[resident, self._size(tensors)] = self._current = entry
+        self._forget()
         self.stats.plans += 1
         if self.options.optimizer == "auto":
             self._assumed = traits(request.optimizer.instance)
             watch_optimizers(self)
         return entry
+
+    def _size(self, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+        """What of a call's tensors the choice of a plan depends on."""
+        return described(tensors) if self.options.dynamic else ()
+
+    def _distinct(self, resident: bool) -> list[_Entry]:
+        """Entries that serve a call, each once, in the order in which they were made.
+
+        Args:
+            resident: gradients exist when the forward begins; a plan for that serves without them, too.
+        """
+        found = {id(e): e for (has, _), e in self._entries.items() if has or not resident}
+        return list(found.values())
+
+    def _forget(self) -> None:
+        """Keep the last plans that were made."""
+        kept = {id(entry) for entry in self._distinct(resident=False)[-PLANS:]}
+        self._entries = {key: e for key, e in self._entries.items() if id(e) in kept}
+
+    def _conflict(self, entry: _Entry, tensors: list[torch.Tensor]) -> str:
+        """How a call has two numbers for one size; empty if it has not, or was seen before."""
+        if (True, size := self._size(tensors)) in self._entries or (False, size) in self._entries:
+            return ""
+        try:
+            entry.planned.request.sizes_in(tensors)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     @contextlib.contextmanager
     def _original_runs(self) -> Iterator[None]:
@@ -165,13 +233,20 @@ class Remat:
         finally:
             self.enabled = enabled
 
-    def prepare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Plan for example arguments."""
+    def prepare(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sizes: Mapping[str, int],
+    ) -> None:
+        """Plan for example arguments, at other sizes if some are given."""
         forward: Callable[..., Any] = type(model)._remat_original.fget(model)  # type: ignore[attr-defined]
         call = normalize(self.signature, args, kwargs)
         if call is None:
             self.signature.bind(*args, **kwargs)
         assert call is not None
+        call = at_sizes(forward, call, self.options.dynamic or {}, sizes)
         self.make(model, forward, call, self.options.protocol.gradients_resident)
 
     def call(
@@ -187,17 +262,18 @@ class Remat:
             return forward(*args, **kwargs)  # which says better what is wrong
         tensors, pattern = take_tensors(call)
         entry = self._current
-        if entry is not None and (why := entry.guard.why_not(tensors, pattern)):
+        if entry is not None and (
+            why := entry.guard.why_not(tensors, pattern) or self._conflict(entry, tensors)
+        ):
             return self._fall_back(why, forward, args, kwargs)
         resident = self.options.protocol.gradients_resident or (
             _has_gradients(model) if entry is None else entry.guard.has_gradients()
         )
         if entry is None or self._stepped is not None:
             entry = self.make(model, forward, call, resident)
-        elif resident:
-            entry = self._entries.get(True) or self.make(model, forward, call, True)
         else:
-            entry = self._entries.get(False) or entry
+            found = self._at(tensors, resident)
+            entry = found or self._plan_again(model, forward, call, resident)
         self._current = entry
         self.stats.planned += 1
         self._check_outstanding(entry)
@@ -205,6 +281,49 @@ class Remat:
             return forward(*args, **kwargs)
         primals = entry.guard.primals(tensors)
         return entry.rebuild(run(entry.planned.program, primals, _Frames(weakref.ref(self))))
+
+    def _at(self, tensors: list[torch.Tensor], resident: bool) -> _Entry | None:
+        """The entry for a call's tensors; None if there is no plan for them.
+
+        A plan for resident gradients serves where there are none, too.
+        """
+        size = self._size(tensors)
+        found = self._entries.get((resident, size))
+        if found is None and not resident:
+            found = self._entries.get((True, size))
+        if found is not None or not self.options.dynamic:
+            return found
+        for entry in self._distinct(resident):
+            if not why_not_at(entry.planned, tensors):
+                self._entries[resident, size] = entry
+                return entry
+        return None
+
+    def _plan_again(
+        self, model: nn.Module, forward: Callable[..., Any], call: Call, resident: bool
+    ) -> _Entry:
+        """Make a plan for a call that none covers.
+
+        Raises:
+            GuardError: it is for new sizes, and the user wants no plans for these.
+        """
+        tensors, _ = take_tensors(call)
+        known = self._distinct(resident) if self.options.dynamic else []
+        reason = why_not_at(known[0].planned, tensors) if known else ""
+        if reason and self.options.on_new_size == "refuse":
+            raise GuardError(
+                f"no plan covers this call: {reason}. Plan for larger sizes, or let more plans be made: "
+                'on_new_size="replan".'
+            )
+        entry = self.make(model, forward, call, resident)
+        if reason:
+            self.stats.replanned[reason] += 1
+            self._warn(
+                "new size",
+                f"remat: made another plan: {reason}. Such plans are counted, with their reasons, in "
+                "model.remat.stats.replanned.",
+            )
+        return entry
 
     def _fall_back(
         self, why: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -21,6 +21,7 @@ def explain(planned: Planned, stats: "Stats | None" = None) -> str:
     if stats is not None:
         lines.append(f"calls: {stats.planned} planned, {sum(stats.fallbacks.values())} fallbacks")
         lines += [f"  {count} x {reason}" for reason, count in stats.fallbacks.items()]
+        lines += [f"  another plan: {reason}" for reason in stats.replanned]
     seconds = ", ".join(f"{part} {s:.1f}" for part, s in planned.seconds.items())
     lines.append(f"planning: {sum(planned.seconds.values()):.1f} s ({seconds})")
     return "\n".join(lines)
@@ -100,6 +101,10 @@ def _rests_on(plan: Plan) -> list[str]:
         f"{'held' if protocol.outputs_held else 'dropped'} by the caller",
         f"target: {plan.device}; times by {plan.cost_model}; graph by {plan.route or 'none'}",
     ]
+    if plan.sizes:
+        sizes = ", ".join(f"{name} = {size}" for name, size in plan.sizes.items())
+        lines.append(f"sizes: made at {sizes}; can run where {', '.join(plan.domain)}")
+    lines += [f"  peak is at least {term} B" for term in plan.terms]
     if plan.patterns != Patterns():
         lines.append(f"demanded: {plan.patterns.named()}")
     if plan.unmeasured:

@@ -71,6 +71,19 @@ def _equal(these: object, those: object) -> bool:
         return False
 
 
+def described(tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], ...]:
+    """What a plan depends on, of each tensor argument of a call."""
+    return tuple(map(_of, tensors))
+
+
+def _like(now: tuple[Any, ...], was: tuple[Any, ...], dims: frozenset[int]) -> bool:
+    """The same but for the sizes of some dimensions, and then the strides."""
+    if not dims or now[2:] != was[2:] or len(now[0]) != len(was[0]):
+        return False
+    sizes = enumerate(zip(now[0], was[0], strict=True))
+    return all(a == b or dim in dims for dim, (a, b) in sizes)
+
+
 def _of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
@@ -95,6 +108,8 @@ class Guard:
 
     pattern: object
     arguments: tuple[tuple[Any, ...], ...]
+    dynamic: tuple[frozenset[int], ...]
+    """Per tensor argument: dimensions whose size may differ. Which plan holds at a size is looked up."""
     names: tuple[str, ...]
     """Parameters then buffers, in the order of the graph's inputs."""
     places: tuple[tuple[Mapping[str, Any], str], ...]
@@ -118,7 +133,7 @@ class Guard:
         if not _equal(pattern, self.pattern):
             return "other arguments, or other values of arguments that are no tensors"
         for i, (tensor, expected) in enumerate(zip(tensors, self.arguments, strict=True)):
-            if _of(tensor) != expected:
+            if (now := _of(tensor)) != expected and not _like(now, expected, self.dynamic[i]):
                 return (
                     f"tensor argument {i} is {_text(_of(tensor))}, planned for {_text(expected)}"
                 )
@@ -184,13 +199,16 @@ def _share_state(
     )
 
 
-def make_guard(module: nn.Module, call: Call, prepared: Prepared) -> Guard:
+def make_guard(
+    module: nn.Module, call: Call, prepared: Prepared, dynamic: tuple[frozenset[int], ...]
+) -> Guard:
     """The guard of a plan that is made now, for this call.
 
     Args:
         module: the drop-in.
         call: its normalised arguments.
         prepared: what is known of the step.
+        dynamic: per tensor argument, dimensions whose size may differ.
 
     Raises:
         UnsupportedGraphError: it does, and the arguments share memory.
@@ -205,7 +223,8 @@ def make_guard(module: nn.Module, call: Call, prepared: Prepared) -> Guard:
     state = [holder[key] for holder, key in places]
     return Guard(
         pattern=pattern,
-        arguments=tuple(map(_of, tensors)),
+        arguments=described(tensors),
+        dynamic=dynamic,
         names=(*parameters, *buffers),
         places=tuple(places),
         were=tuple(map(_of, state)),

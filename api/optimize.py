@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from remat.ir.fake import Dynamic
 from remat.passes import Plan, StepProtocol
 from remat.solvers import Limits
 
@@ -31,6 +32,9 @@ def optimize_checkpoints(
     gap: float = 0.01,
     save: Sequence[str] = (),
     recompute: Sequence[str] = (),
+    dynamic: Dynamic | None = None,
+    plan_at: Mapping[str, int] | None = None,
+    on_new_size: str = "replan",
 ) -> nn.Module:
     """A model that trains like `model`, with the peak memory of the whole step under a budget.
 
@@ -59,6 +63,12 @@ def optimize_checkpoints(
             "layers.*.attn::aten.mm.default". Either part may be left out: "layers.*" is every op in these
             modules, "::aten.mm*" these ops anywhere.
         recompute: patterns of ops whose results are not kept from forward to backward.
+        dynamic: sizes that change from call to call, by argument and dimension, with your names for them:
+            ``{"input_ids": {0: "batch", 1: "seq"}, "labels": {0: "batch", 1: "seq"}}``. The plan then runs
+            at other sizes too, wherever its peak there is under the budget; `plan.peak` is its formula.
+        plan_at: the sizes to plan for, by name; those of the example if None, and for names left out.
+        on_new_size: at sizes that no plan covers within the budget, "replan" makes another plan under the
+            same budget, and "refuse" raises a GuardError.
 
     Returns:
         A `torch.fx.GraphModule` that is an instance of `type(model)` and shares its parameters, buffers
@@ -78,7 +88,8 @@ def optimize_checkpoints(
     what eager raises:
         InfeasibleBudgetError: the loop has turned out to need more than was planned for (gradients that
             are accumulated, another optimizer), and no plan fits.
-        GuardError: an output receives a gradient that the plan was not made for.
+        GuardError: an output receives a gradient that the plan was not made for; or, with
+            ``on_new_size="refuse"``, no plan covers a call's sizes.
     """
     limits = Limits(time_limit_s, gap)
     options = Options(
@@ -89,13 +100,15 @@ def optimize_checkpoints(
         cost_model,
         limits,
         patterns_of(save, recompute),
+        dynamic,
+        on_new_size,
     )
     check(options, model)
     check_example(example_args)
     dropin = make_dropin(model, options)
     if example_args or example_kwargs:
         remat: Remat = vars(dropin)["remat"]
-        remat.prepare(dropin, tuple(example_args), dict(example_kwargs or {}))
+        remat.prepare(dropin, tuple(example_args), dict(example_kwargs or {}), plan_at or {})
     return dropin
 
 
@@ -113,6 +126,9 @@ def plan_checkpoints(
     gap: float = 0.01,
     save: Sequence[str] = (),
     recompute: Sequence[str] = (),
+    dynamic: Dynamic | None = None,
+    plan_at: Mapping[str, int] | None = None,
+    on_new_size: str = "replan",
 ) -> Plan:
     """The plan that `optimize_checkpoints` would run, without running it; see there.
 
@@ -131,6 +147,9 @@ def plan_checkpoints(
         gap=gap,
         save=save,
         recompute=recompute,
+        dynamic=dynamic,
+        plan_at=plan_at,
+        on_new_size=on_new_size,
     )
     plan = vars(planned)["remat"].plan
     if plan is None:

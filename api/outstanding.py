@@ -14,8 +14,11 @@ Not handled: forwards of different kinds (other plans, other sizes).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from remat.ir import Phase, Role, Trace
+import sympy
+
+from remat.ir import Block, Phase, Role, Trace
 from remat.solvers import Solution
 
 OTHERS = "other forwards"
@@ -24,15 +27,32 @@ ROUNDS = 6
 """Of the bisection."""
 
 
-def left_bytes(trace: Trace) -> int:
+def left_size(trace: Trace) -> sympy.Expr:
     """Bytes that one forward leaves for its backward, its inputs included."""
     phases = [instant.phase for instant in trace.instants]
     begin = phases.index(Phase.BACKWARD) if Phase.BACKWARD in phases else len(phases)
-    return sum(
-        int(block.size)
-        for block in trace.blocks
-        if (0 <= block.birth < begin <= block.death) or block.role is Role.INPUT
+    return sympy.Add(
+        *(
+            block.size
+            for block in trace.blocks
+            if (0 <= block.birth < begin <= block.death) or block.role is Role.INPUT
+        )
     )
+
+
+def left_bytes(trace: Trace) -> int:
+    """The same, of a trace without symbols."""
+    return int(left_size(trace))
+
+
+def with_others(trace: Trace, others: int) -> Trace:
+    """The trace beside so many other forwards, which leave as much as this one."""
+    if not others:
+        return trace
+    own = [block for block in trace.blocks if block.name != OTHERS]
+    left = others * left_size(trace)
+    block = Block(OTHERS, Role.ACTIVATION, left, -1, len(trace.instants))
+    return replace(trace, blocks=(*own, block))
 
 
 def solve_reserved(

@@ -3,14 +3,11 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import sympy
-import torch
-from torch import nn
 
 from remat.ir import Block, PatternError, Role, SolverError, Trace
-from remat.ir.untouched import put_back, python_state
+from remat.ir.domain import Domain, find_domain, torch_binding
 from remat.passes import (
     Emitted,
     Index,
@@ -18,34 +15,31 @@ from remat.passes import (
     Patterns,
     Plan,
     Prepared,
-    StepProtocol,
     costs,
     demands,
     device,
-    eager_trace,
     emit_schedule,
     formulate,
     holders,
     live_ranges,
-    optimizer_trace,
     overwriting_ops,
-    planned_for_cuda,
     planned_trace,
-    prepare_step,
     profile,
     repeated_tensors,
     resident_bytes,
     saved_tensors,
-    scratch_for,
     split_joint,
     state_bytes,
     timed_costs,
     whole_step,
 )
+from remat.passes.eager import EagerStep
+from remat.passes.formula import formula
+from remat.passes.scratch_fit import fit_scratch
+from remat.passes.symbolic import symbolic_step
 from remat.solvers import (
     FORBIDDEN,
     BoundClass,
-    Limits,
     Problem,
     Solution,
     Status,
@@ -54,28 +48,19 @@ from remat.solvers import (
 )
 
 from .infeasible import blame, infeasible_error
-from .optimizers import Assumed
 from .orders import Arranged, arranged, choose, least_bound, least_of, ledger, searched
-from .outstanding import OTHERS, left_bytes, solve_reserved
+from .outstanding import OTHERS, left_bytes, solve_reserved, with_others
 from .program import Program, make_program
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What is asked for."""
-
-    module: nn.Module
-    forward: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    budget: int
-    """Bytes."""
-    loss_fn: Callable[[Any], torch.Tensor] | None
-    optimizer: Assumed
-    protocol: StepProtocol
-    cost_model: str
-    limits: Limits
-    patterns: Patterns
+from .request import (
+    Request,
+    Surroundings,
+    beside_eager,
+    eager_domain,
+    eager_of,
+    prepare,
+    surroundings,
+    symbolic_eager,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +77,12 @@ class Planned:
     """The planned step; the eager one if the original forward runs."""
     seconds: Mapping[str, float]
     """Time that each part of planning took."""
+    request: Request
+    around: Surroundings
+    domain: Domain
+    """Sizes at which the plan can run."""
+    eager: EagerStep | None
+    """The eager step with symbolic sizes, if the plan runs it and sizes are dynamic."""
 
 
 @dataclass(slots=True)
@@ -113,20 +104,6 @@ class _Clock:
             self.report(part)
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What is on the device beside the graph's inputs, and the optimizer step."""
-
-    blocks: tuple[Block, ...]
-    """Optimizer state, resident gradients, other bytes."""
-    optimizer: Trace | None
-
-    @property
-    def bytes(self) -> int:
-        """Sum of the blocks."""
-        return sum(int(block.size) for block in self.blocks)
-
-
 def make_plan(
     request: Request,
     report: Callable[[str], None] = lambda part: None,
@@ -146,19 +123,12 @@ def make_plan(
     """
     clock = _Clock(report)
     clock.begin("capture")
-    prepared = prepared or prepare_step(
-        request.module,
-        request.args,
-        request.kwargs,
-        forward=request.forward,
-        loss_fn=request.loss_fn,
-        protocol=request.protocol,
-        cuda=planned_for_cuda(request.module, request.cost_model),
-    )
+    prepared = prepared or prepare(request)
     clock.begin("eager trace")
     around = surroundings(request, prepared)
     asked, request = request, _with_accumulation(request)
-    eager = _eager(request, around)
+    eager = eager_of(request, around)
+    beside = around
     around = replace(around, blocks=(*around.blocks, *prepared.targets))
     others = request.protocol.forwards_outstanding - 1
     baseline = profile(eager).peak + others * left_bytes(eager)
@@ -190,7 +160,7 @@ def make_plan(
         raise PatternError(f"no budget lets a plan keep to the patterns. {blamed()}")
 
     def emitted(step: Arranged, schedule: Sequence[int], others: int = 0) -> Emitted:
-        blocks = [*around.blocks]
+        blocks = [*beside.blocks]
         if others:
             left = others * left_bytes(emitted(step, schedule).trace)
             blocks.append(Block(OTHERS, Role.ACTIVATION, sympy.Integer(left), -1, 0))
@@ -216,8 +186,13 @@ def make_plan(
     )
     if request.budget >= baseline and not only_planned:
         clock.begin("")
-        plan = _plan(figures, None, None)
-        return Planned(plan, None, None, prepared, None, eager, clock.seconds)
+        step = symbolic_eager(asked) if asked.dynamic else None
+        domain = eager_domain(asked, step)
+        trace = beside_eager(_fitted(step), beside) if step else None
+        plan = _with_sizes(_plan(figures, None, None), domain, trace, others)
+        return Planned(
+            plan, None, None, prepared, None, eager, clock.seconds, request, beside, domain, step
+        )
     if request.budget < least_bytes:
         trace = emitted(tightest, least.schedule, others).trace
         raise infeasible_error(request.budget, least_bytes, trace, blamed(), bound_bytes)
@@ -235,12 +210,12 @@ def make_plan(
     solution = solve_reserved(solve, left, chosen.least, budget) if others else solve(budget)
     clock.begin("rewrite")
     best = emitted(chosen, solution.schedule, others)
-    beside = left(solution) if others else 0
+    kept = left(solution) if others else 0
     plan = _plan(figures, solution, best)
     plan = replace(
         plan,
         reordered=chosen.changed,
-        ledger=ledger(candidates[0], chosen, plan.peak_bytes, optimizer_peak, beside),
+        ledger=ledger(candidates[0], chosen, plan.peak_bytes, optimizer_peak, kept),
     )
     if plan.peak_bytes > request.budget:
         raise SolverError(
@@ -250,8 +225,50 @@ def make_plan(
         )
     parts = split_joint(best.rewritten, prepared.signature)
     program = make_program(parts, prepared, request.protocol)
+    captured = prepared.capture
+    domain = find_domain(best.rewritten.joint, asked.sizes, captured.symbols)
+    symbolic = symbolic_step(best, domain).trace if domain.symbols else None
+    plan = _with_sizes(plan, domain, symbolic, others)
     clock.begin("")
-    return Planned(plan, program, parts, prepared, best, best.trace, clock.seconds)
+    return Planned(
+        plan,
+        program,
+        parts,
+        prepared,
+        best,
+        best.trace,
+        clock.seconds,
+        request,
+        beside,
+        domain,
+        None,
+    )
+
+
+def _with_sizes(plan: Plan, domain: Domain, trace: Trace | None, others: int) -> Plan:
+    """The plan with what is known of it at other sizes.
+
+    Args:
+        plan: made at one size.
+        domain: where it can run.
+        trace: of its step, with symbols; None if there are none.
+        others: forwards that are outstanding beside the planned one.
+    """
+    found = formula(with_others(trace, others)).terms if trace else ()
+    return replace(
+        plan,
+        sizes=domain.example,
+        fixed=domain.fixed,
+        domain=domain.text(),
+        terms=tuple(str(term.expr) for term in found),
+    )
+
+
+def _fitted(step: EagerStep) -> Trace:
+    """The eager step with scratch as formulas."""
+    found = fit_scratch(step.calls, step.symbols, step.domain)
+    pairs = zip(step.trace.instants, found, strict=True)
+    return replace(step.trace, instants=tuple(replace(i, scratch=f.bytes) for i, f in pairs))
 
 
 def _optimizer_peak(prepared: Prepared, request: Request, around: Surroundings) -> int:
@@ -269,60 +286,16 @@ def _with_accumulation(request: Request) -> Request:
     return replace(request, protocol=replace(protocol, gradients_resident=resident))
 
 
-def surroundings(request: Request, prepared: Prepared) -> Surroundings:
-    """What the step finds on the device beside parameters, buffers and arguments."""
-    protocol = request.protocol
-    used = prepared.trained()  # an optimizer passes over a parameter without a gradient
-    trained = [(n, p) for n, p in request.module.named_parameters() if n in used]
-    blocks: list[Block] = []
-    trace: Trace | None = None
-    if request.optimizer.instance is not None:
-        trace = optimizer_trace(
-            [p for _, p in trained],
-            request.optimizer.instance,
-            scratch=scratch_for(request.module),
-        )
-        blocks += [block for block in trace.blocks if block.role is Role.OPTIMIZER_STATE]
-    if protocol.other_bytes:
-        blocks.append(Block("other", Role.BUFFER, sympy.Integer(protocol.other_bytes), -1, 0))
-    several = protocol.forwards_outstanding > 1
-    if protocol.gradients_resident or several:
-        blocks += [
-            Block(f"{name}.grad", Role.GRADIENT, sympy.Integer(p.nbytes), -1, 0)
-            for name, p in trained
-        ]
-    if protocol.gradients_resident and several:  # one backward through all of them adds up first
-        blocks += [
-            Block(f"{name}, to be added", Role.TEMPORARY, sympy.Integer(p.nbytes), -1, 0)
-            for name, p in trained
-        ]
-    return Surroundings(tuple(blocks), trace)
-
-
-def _eager(request: Request, around: Surroundings) -> Trace:
-    state = python_state(request.module)
-    try:
-        trace = eager_trace(
-            request.module,
-            request.args,
-            request.kwargs,
-            loss_fn=request.loss_fn,
-            gradients_resident=request.protocol.gradients_resident,
-            outputs_held=request.protocol.outputs_held,
-            scratch=scratch_for(request.module),
-            cuda=planned_for_cuda(request.module, request.cost_model),
-        )
-    finally:  # the forward ran on fake tensors, which must stay nowhere
-        put_back(state)
-    beside = [block for block in around.blocks if block.role is not Role.GRADIENT]
-    return whole_step(trace, beside, around.optimizer)
-
-
 def op_times(prepared: Prepared, cost_model: str) -> list[int]:
     """Time of every op of the graph, nanoseconds."""
     nodes = {node.name: node for node in prepared.capture.joint.graph.nodes}
     ops = [nodes[op.name] for op in prepared.graph.ops if op.name in nodes]
-    found = timed_costs(ops) if cost_model == "timed" else costs(ops, device(cost_model))
+    captured = prepared.capture
+    binding = torch_binding(captured.joint, prepared.sizes, captured.symbols)
+    if cost_model == "timed":
+        found = timed_costs(ops, binding)
+    else:
+        found = costs(ops, device(cost_model), binding)
     times = {node.name: cost.time_ns for node, cost in zip(ops, found, strict=True)}
     return [times.get(op.name, 0) for op in prepared.graph.ops]
 

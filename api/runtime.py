@@ -74,6 +74,8 @@ class Frame:
     listener: Listener
     saved: list[str] = field(default_factory=list)
     """Names of the values that the entry saves, in order."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Sizes that backward reads, by name."""
     of_outputs: dict[str, _View] = field(default_factory=dict)
     of_primals: dict[str, _View] = field(default_factory=dict)
     returned: list["weakref.ref[torch.Tensor]"] = field(default_factory=list)
@@ -114,11 +116,13 @@ def run(
         for target, new in zip(parts.mutations, made[:first], strict=True):
             named[target].copy_(new)
     results = list(made[first : first + parts.results])
-    saved = dict(zip(parts.saved, made[first + parts.results :], strict=True))
-    del made, named
+    kept = dict(zip((*parts.saved, *parts.numbers), made[first + parts.results :], strict=True))
+    numbers = {name: kept.pop(name) for name in parts.numbers}
+    saved = kept
+    del made, named, kept
     tracked = [i for i, grad in enumerate(program.results) if grad]
     outputs = [_own(results[i]) for i in tracked]
-    frame = Frame(program, listener)
+    frame = Frame(program, listener, numbers=numbers)
     listener.begun()
     frame.of_primals = {
         name: _view(i, primals[i], saved.pop(name)) for name, i in program.view_of.items()
@@ -191,7 +195,7 @@ class _Entry(torch.autograd.Function):
         queue_callback(frame.finish if not frame.keep else frame.env.clear)
         count = len(frame.saved)
         shared = dict(zip(ctx.shared, tensors[count:], strict=True))
-        frame.env = dict(zip(frame.saved, tensors[:count], strict=True))
+        frame.env = dict(zip(frame.saved, tensors[:count], strict=True)) | frame.numbers
         frame.env |= {name: view.again(shared[view.of]) for name, view in frame.of_outputs.items()}
         frame.env |= _tangents(frame, ctx.like, gradients)
         return None, None, torch.empty(0)

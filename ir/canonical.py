@@ -7,6 +7,7 @@ The update happens between the two, so a saved reference would show the new valu
 autograd takes it instead of copying it. Where eager would copy, the copy is an op of the graph.
 (4) `getitem` follows directly upon the op that yields the tuple.
 (5) No op without a use, except random ones: they advance the user's random stream.
+(6) Sizes that are symbols are computed before the first op; see `sizes`.
 """
 
 import operator
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from ._torch import FakeTensor
+from .sizes import hoist_sizes
 
 Node = fx.Node
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -40,6 +42,7 @@ def canonicalize(
     for placeholder in mutated:
         _clone_for_backward(joint.graph, placeholder)
     _raise_getitems(joint.graph)
+    hoist_sizes(joint)
     joint.graph.eliminate_dead_code(is_impure_node=_must_stay)
     joint.graph.lint()
 

@@ -42,7 +42,7 @@ from ._torch import (
 from .device_kernels import cuda_kernels
 from .eager_kernels import eager_kernels
 from .errors import UnsupportedGraphError
-from .fake import Dynamic, fake_tensors
+from .fake import Dynamic, fake_tensors, sizes_of
 from .graph import OutputKind
 from .lazy_hooks import install_lazy_hooks
 from .lift import Signature
@@ -90,6 +90,8 @@ class Capture:
     """Output tensors that receive a gradient, in the order of the tangents."""
     symbols: Mapping[str, str]
     """Name of each symbol in the graph, to the user's name for it."""
+    sizes: Mapping[str, int]
+    """The user's name of each size that was to be a symbol, with its number in the example."""
     route: Route
 
     def signature(self) -> tuple[Signature, list[fx.Node], list[tuple[int, fx.Node]]]:
@@ -410,6 +412,7 @@ def _capture(
         requires_grad=requires_grad,
         gradient_outputs=chosen,
         symbols=symbols,
+        sizes=sizes_of(tensors, names, dynamic or {}),
         route=Route.DIRECT,
     )
     _refuse_unknown_sizes(result.joint)

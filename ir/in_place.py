@@ -11,11 +11,15 @@ operand refers to that block, and every operand of the result's shape has that l
 mixed, kernels may choose another one than tracing says, and those of the softmaxes write nonsense into a
 given place. Whether anyone still needs it is for `passes.reuse` to say.
 
-Not handled: sizes that are symbols; ops with several results.
+Sizes that are symbols are compared as expressions, so that asking notes no condition on them.
+
+Not handled: ops with several results.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.fx.node import map_arg
@@ -85,9 +89,21 @@ def overwritable(node: fx.Node) -> list[fx.Node]:
 def _alike(result: torch.Tensor, operands: list[Any]) -> bool:
     """Every operand of the result's shape is laid out like it."""
     return all(
-        v.stride() == result.stride()
+        _numbers(v.stride()) == _numbers(result.stride())
         for v in operands
-        if isinstance(v, torch.Tensor) and v.shape == result.shape
+        if isinstance(v, torch.Tensor) and not _differ(v.shape, result.shape)
+    )
+
+
+def _numbers(sizes: Sequence[int | torch.SymInt]) -> list[Any]:
+    return [n if isinstance(n, int) else n.node.expr for n in sizes]
+
+
+def _differ(these: Sequence[int | torch.SymInt], those: Sequence[int | torch.SymInt]) -> bool:
+    """The shapes differ, whatever the symbols are: none is 1, which a broadcast dimension is."""
+    pairs = zip(_numbers(these), _numbers(those), strict=False)
+    return len(these) != len(those) or any(
+        a != b and (1 in (a, b) or (isinstance(a, int) and isinstance(b, int))) for a, b in pairs
     )
 
 
@@ -95,16 +111,15 @@ def _fits(operand: Any, result: torch.Tensor, blocks: list[int]) -> bool:
     """The operand is one whole block, no other operand's, and laid out like the result."""
     if not isinstance(operand, torch.Tensor):
         return False
-    numbers = (*operand.shape, *operand.stride(), *result.shape, *result.stride())
-    if not all(isinstance(n, int) for n in (*numbers, operand.storage_offset())):
-        return False
     storage = operand.untyped_storage()
+    whole, held = _numbers([operand.numel() * operand.itemsize, storage.nbytes()])
     return (
         blocks.count(storage._cdata) == 1
         and (operand.dtype, operand.device) == (result.dtype, result.device)
-        and (operand.shape, operand.stride()) == (result.shape, result.stride())
-        and operand.storage_offset() == 0
-        and operand.numel() * operand.itemsize == storage.nbytes()
+        and _numbers(operand.shape) == _numbers(result.shape)
+        and _numbers(operand.stride()) == _numbers(result.stride())
+        and _numbers([operand.storage_offset()]) == [0]
+        and sympy.expand(whole - held) == 0
         and not (operand.is_conj() or operand.is_neg())
     )
 

@@ -4,7 +4,8 @@ Storages are told apart by the identity of the fakes' storages, so every node mu
 that was computed in this graph: see `propagate`. The border op is put between the last forward node
 and the first backward node; it allocates the tangents.
 
-Sizes are sympy expressions where the fakes' sizes are symbols. Symbols are named by the user's names.
+Sizes are sympy expressions where the fakes' sizes are symbols. Symbols are named by the user's names. At a
+binding, sizes are numbers. Nodes that compute sizes (see `sizes`) are inputs of the graph without storage.
 """
 
 import operator
@@ -22,6 +23,8 @@ from .errors import UnsupportedGraphError
 from .graph import BORDER, LOSS, ROOT_GRADIENT, Graph, Op, Output, OutputKind, Storage, Value
 from .in_place import overwritable, overwritten
 from .origin import origin_of
+from .sizes import is_number
+from .symbols import Names
 from .trace import Phase, Role, Trace
 
 SELECTS = frozenset(
@@ -76,7 +79,8 @@ class Loss:
 
 @dataclass(slots=True)
 class _Builder:
-    symbols: Mapping[str, str]
+    names: Names
+    binding: Mapping[sympy.Symbol, int]
     storages: list[Storage] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -84,6 +88,8 @@ class _Builder:
     storage_of: dict[int, int] = field(default_factory=dict)
     value_of: dict[fx.Node, int] = field(default_factory=dict)
     hints: dict[sympy.Symbol, int] = field(default_factory=dict)
+    bound: dict[sympy.Expr, sympy.Integer] = field(default_factory=dict)
+    """Size -> its bytes at the binding."""
     updated: dict[int, str] = field(default_factory=dict)
     """Storage of an input that the step updates -> name of the input."""
 
@@ -92,12 +98,15 @@ class _Builder:
         count = storage.nbytes()
         if not isinstance(count, torch.SymInt):
             return sympy.Integer(int(count))
-        renamed = {}
+        size = self.names.plain(count.node.expr)
+        if self.binding and size not in self.bound:
+            self.bound[size] = sympy.Integer(int(size.subs(self.binding)))
+        if self.binding:
+            return self.bound[size]
+        hints = count.node.shape_env.backed_var_to_val
         for symbol in count.node.expr.free_symbols:
-            name = self.symbols.get(str(symbol), str(symbol))
-            renamed[symbol] = sympy.Symbol(name, positive=True, integer=True)
-            self.hints[renamed[symbol]] = int(count.node.shape_env.backed_var_to_val[symbol])
-        return sympy.expand(count.node.expr.subs(renamed))
+            self.hints[self.names.plain(symbol)] = int(hints[symbol])
+        return size
 
     def value(
         self, node: fx.Node, role: Role, real: tuple[int, ...] = ()
@@ -149,6 +158,7 @@ def lift(
     measured: Mapping[str, Measured] | None = None,
     loss: Loss | None = None,
     symbols: Mapping[str, str] | None = None,
+    binding: Mapping[sympy.Symbol, int] | None = None,
 ) -> Graph:
     """Lift a canonical joint graph.
 
@@ -159,8 +169,9 @@ def lift(
         measured: by node name; nodes that are absent are taken to allocate what the fakes say.
         loss: the loss, if it is outside the model and known.
         symbols: name of each symbol in the graph -> the user's name.
+        binding: the integer of every symbol, in the user's names; None to keep sizes symbolic.
     """
-    build = _Builder(symbols or {})
+    build = _Builder(Names(symbols or {}), binding or {})
     tangents: list[fx.Node] = []
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     for node, (_, role) in zip(placeholders, signature.inputs, strict=True):
@@ -181,6 +192,8 @@ def lift(
         if node.op == "get_attr":
             node.meta.setdefault("val", getattr(joint, str(node.target)))
             build.inputs.append(build.value(node, Role.BUFFER)[0])
+        elif is_number(node):
+            build.inputs.append(build.value(node, Role.INPUT)[0])
         elif node.op == "call_function":
             _add_op(build, node, phase, (measured or {}).get(node.name, Measured()))
     outputs = tuple(

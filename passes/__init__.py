@@ -19,8 +19,15 @@ if TYPE_CHECKING:
     from .cost import Cost, costs, timed_costs
     from .devices import Device, device
     from .eager import eager_trace, optimizer_trace
-    from .emit import Emitted, emit_schedule, overwriting_ops, repeated_tensors, saved_tensors
-    from .prepare import Prepared, planned_for_cuda, prepare_step, scratch_for
+    from .emit import (
+        Emitted,
+        emit_schedule,
+        emitted_at,
+        overwriting_ops,
+        repeated_tensors,
+        saved_tensors,
+    )
+    from .prepare import Prepared, planned_for_cuda, prepare_step, resized, scratch_for
     from .randomness import state_bytes
     from .reorder import find_order, must_precede, reorder_step
     from .rewrite import Rewritten, rewrite_joint
@@ -34,11 +41,12 @@ _MODULES = {
     "emit": (
         "Emitted",
         "emit_schedule",
+        "emitted_at",
         "overwriting_ops",
         "repeated_tensors",
         "saved_tensors",
     ),
-    "prepare": ("Prepared", "planned_for_cuda", "prepare_step", "scratch_for"),
+    "prepare": ("Prepared", "planned_for_cuda", "prepare_step", "resized", "scratch_for"),
     "randomness": ("state_bytes",),
     "reorder": ("find_order", "must_precede", "reorder_step"),
     "rewrite": ("Rewritten", "rewrite_joint"),
@@ -74,6 +82,7 @@ __all__ = [
     "device",
     "eager_trace",
     "emit_schedule",
+    "emitted_at",
     "find_order",
     "formulate",
     "holders",
@@ -89,6 +98,7 @@ __all__ = [
     "reorder_step",
     "repeated_tensors",
     "resident_bytes",
+    "resized",
     "rewrite_joint",
     "saved_tensors",
     "scratch_for",

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 
 import sympy
 
-from remat.ir import Block, Graph, Op, OutputKind, Trace, verify
-from remat.ir.lift import Measured, lift
+from remat.ir import Block, Graph, Op, OutputKind, Trace
+from remat.ir.domain import Sizes
+from remat.ir.lift import Measured
 
 from .formulate import Index
 from .liveness import LiveRanges, holders, live_ranges, planned_trace
 from .outside_loss import with_loss
 from .plan import Tensor
-from .prepare import Prepared
+from .prepare import Prepared, resized
 from .protocol import StepProtocol
 from .randomness import repeat_random, state_bytes
 from .reuse import reused
@@ -28,6 +29,7 @@ from .whole_step import whole_step
 class Emitted:
     """A schedule as a program."""
 
+    prepared: Prepared
     rewritten: Rewritten
     graph: Graph
     """The rewritten joint graph, lifted."""
@@ -37,6 +39,10 @@ class Emitted:
     steps: tuple[str, ...]
     """Names of ops in order of execution."""
     stage_ends: tuple[str, ...]
+    protocol: StepProtocol
+    extra: tuple[Block, ...]
+    """Blocks that are resident beside the graph's inputs, whatever the sizes."""
+    optimizer: Trace | None
 
 
 def emit_schedule(
@@ -55,36 +61,66 @@ def emit_schedule(
         index: from `formulate`.
         schedule: problem ops in order of execution.
         protocol: what the caller keeps.
-        extra: blocks that are resident beside the graph's inputs.
+        extra: blocks that are resident beside the graph's inputs and the loss's targets.
         optimizer: one steady-state optimizer step.
     """
     original = prepared.graph
     over = reused(original, [index.ops[op] for op in schedule])
     rewritten = rewrite_joint(prepared.capture.joint, original, index, schedule, over)
-    graph = lift(
-        rewritten.joint,
-        prepared.signature,
-        border=rewritten.border,
-        measured=_measured(rewritten, prepared),
-        loss=prepared.loss,
-    )
-    verify(graph)
-    held = holders(graph, protocol, _delivered(graph, rewritten))
-    ranges = live_ranges(graph, held)
-    trace = planned_trace(graph, ranges)
-    if prepared.loss is not None:
-        trace = with_loss(trace, graph, prepared.loss)
+    graph = prepared.lift(rewritten.joint, rewritten.border, measured_of(rewritten, prepared))
+    ranges, trace = held_by(graph, rewritten, prepared, protocol, extra, optimizer)
     return Emitted(
+        prepared,
         rewritten,
         graph,
         ranges,
-        whole_step(trace, extra, optimizer),
+        trace,
         tuple(original.ops[index.ops[op]].name for op in schedule),
         tuple(original.ops[op].name for op in index.stage_ends),
+        protocol,
+        tuple(extra),
+        optimizer,
     )
 
 
-def _measured(rewritten: Rewritten, prepared: Prepared) -> dict[str, Measured]:
+def emitted_at(emitted: Emitted, sizes: Sizes) -> Emitted:
+    """The same program at other sizes: what it holds there, and what its kernels take there."""
+    if sizes == emitted.prepared.sizes:
+        return emitted
+    prepared, rewritten = resized(emitted.prepared, sizes), emitted.rewritten
+    graph = prepared.lift(rewritten.joint, rewritten.border, measured_of(rewritten, prepared))
+    ranges, trace = held_by(
+        graph, rewritten, prepared, emitted.protocol, emitted.extra, emitted.optimizer
+    )
+    return replace(emitted, prepared=prepared, graph=graph, ranges=ranges, trace=trace)
+
+
+def held_by(
+    graph: Graph,
+    rewritten: Rewritten,
+    prepared: Prepared,
+    protocol: StepProtocol,
+    extra: Sequence[Block],
+    optimizer: Trace | None,
+) -> tuple[LiveRanges, Trace]:
+    """Live ranges of a rewritten graph, and the trace of the whole step.
+
+    Args:
+        graph: the rewritten graph, lifted.
+        rewritten: says which stage delivers which gradient.
+        prepared: the step that it was rewritten from, with its loss.
+        protocol: see `emit_schedule`, likewise the others.
+        extra: resident blocks.
+        optimizer: the optimizer step.
+    """
+    ranges = live_ranges(graph, holders(graph, protocol, _delivered(graph, rewritten)))
+    trace = planned_trace(graph, ranges)
+    if prepared.loss is not None:
+        trace = with_loss(trace, graph, prepared.loss)
+    return ranges, whole_step(trace, (*extra, *prepared.targets), optimizer)
+
+
+def measured_of(rewritten: Rewritten, prepared: Prepared) -> dict[str, Measured]:
     """Scratch of every node: what its original has, and the present generator state in a repetition."""
     found: dict[str, Measured] = {}
     kept = sympy.Integer(state_bytes(str(prepared.device)))

@@ -9,11 +9,12 @@ Not handled: outputs that share memory with each other; a gradient that is expan
 (it is taken to be dense); a loss that keeps anything beside what its backward needs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 
@@ -21,21 +22,30 @@ from remat.ir import Block, Graph, OutputKind, Role, Trace
 from remat.ir.capture import Capture
 from remat.ir.lift import Loss
 from remat.ir.structure import put_tensors
+from remat.ir.symbols import Names
 
 from .eager import ScratchOf, eager_trace
 from .memory import profile
+from .realize import Call, at, described, realized, renamed
+
+Binding = Mapping[sympy.Symbol, int]
 
 
 class _Outputs(nn.Module):
     """Yields copies of its parameters as the model yields its outputs."""
 
     def __init__(
-        self, captured: Capture, received: Callable[[int], object] = lambda index: None
+        self,
+        captured: Capture,
+        binding: Binding,
+        received: Callable[[int], object] = lambda index: None,
     ) -> None:
         super().__init__()
         self.received = received  # told of every output that receives a gradient
         self.pattern = captured.output_pattern
-        outputs = [torch.empty_like(t, device="meta") for t in captured.results()]
+        found = described(Call(torch.empty_like, tuple(captured.results())))
+        named = renamed(found, Names(captured.symbols).plain)
+        outputs = realized(at(named, binding), torch.device("meta")).args
         self.outputs = nn.ParameterList(
             nn.Parameter(output, requires_grad=i in captured.gradient_outputs)
             for i, output in enumerate(outputs)
@@ -53,23 +63,34 @@ class _Outputs(nn.Module):
             self.received(index)
 
 
-def used_outputs(captured: Capture, loss_fn: Callable[[Any], torch.Tensor]) -> tuple[int, ...]:
+def used_outputs(
+    captured: Capture, loss_fn: Callable[[Any], torch.Tensor], binding: Binding
+) -> tuple[int, ...]:
     """Output tensors to which a loss gives a gradient, of those that were captured for one."""
     used: set[int] = set()
-    eager_trace(_Outputs(captured, used.add), (), {}, loss_fn=loss_fn)
+    eager_trace(_Outputs(captured, binding, used.add), (), {}, loss_fn=loss_fn)
     return tuple(sorted(used))
 
 
 def trace_loss(
-    captured: Capture, loss_fn: Callable[[Any], torch.Tensor], scratch: ScratchOf
+    captured: Capture,
+    loss_fn: Callable[[Any], torch.Tensor],
+    scratch: ScratchOf,
+    binding: Binding,
 ) -> tuple[Loss | None, tuple[Block, ...]]:
     """Trace a loss on the outputs of a captured model.
+
+    Args:
+        captured: the model.
+        loss_fn: output to a scalar.
+        scratch: bytes that kernels take inside.
+        binding: the integer of every symbol in the outputs' sizes.
 
     Returns:
         The loss, None if it is itself an output of the model; and the tensors that it uses beside the
         outputs, such as targets, which are on the device throughout the step.
     """
-    module = _Outputs(captured)
+    module = _Outputs(captured, binding)
     whole = eager_trace(module, (), {}, loss_fn=loss_fn, scratch=scratch)
     first = len(module.outputs)
     last = len(whole.instants) - first - 1

@@ -8,8 +8,10 @@ when it was made, by liveness of the rewritten graph, and are stored for reading
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import sympy
 
 from remat.solvers import BoundClass, Status
 
@@ -97,6 +99,23 @@ class Plan:
     """First executions are not in the order in which the step was captured."""
     ledger: Ledger | None
     """What brought the peak down; None if the model runs as it is."""
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The sizes that were named, with the numbers that the plan was made at; empty if none was."""
+    fixed: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Those of them that the graph needs as these numbers; the others are symbols."""
+    domain: tuple[str, ...] = ()
+    """Conditions on the sizes under which the plan can run."""
+    terms: tuple[str, ...] = ()
+    """Bytes that can be the peak, as formulas of the sizes; empty if none is a symbol."""
+
+    @property
+    def peak(self) -> sympy.Expr:
+        """Peak of the whole step, bytes, in the names of the sizes; holds within `domain`."""
+        names = {name: sympy.Symbol(name, positive=True, integer=True) for name in self.sizes}
+        terms = [sympy.sympify(term, locals=names) for term in self.terms]
+        if len(terms) < 2:
+            return terms[0] if terms else sympy.Integer(self.peak_bytes)
+        return sympy.Max(*terms, evaluate=False)  # evaluated, sympy would compare them, at length
 
     @property
     def gap(self) -> float:
@@ -126,7 +145,7 @@ class Plan:
             protocol["gradient_outputs"] = tuple(protocol["gradient_outputs"])
         for key in ("saved", "recomputed"):
             data[key] = tuple(Tensor(**entry) for entry in data[key])
-        for key in ("steps", "stage_ends", "reused", "unmeasured"):
+        for key in ("steps", "stage_ends", "reused", "unmeasured", "domain", "terms"):
             data[key] = tuple(data[key])
         patterns = data.pop("patterns")
         data["patterns"] = Patterns(tuple(patterns["save"]), tuple(patterns["recompute"]))

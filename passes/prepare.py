@@ -1,6 +1,9 @@
 """Preparation: a module and example arguments to a lifted joint graph that shows all its memory.
 
 Capture, canonical form, scratch of every kernel, memory of a loss outside the model, lifting.
+
+A step that was captured with symbolic sizes is prepared *at* sizes: its graph has the bytes of these, and
+what kernels were measured to take there. `resized` prepares the same captured step at others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +19,17 @@ from remat.ir import Block, Graph, OutputKind, UnsupportedGraphError, verify
 from remat.ir._torch import DisableAutocast
 from remat.ir.canonical import canonicalize, is_backward
 from remat.ir.capture import Capture, capture, is_fake
+from remat.ir.domain import Sizes, bound
+from remat.ir.fake import Dynamic
 from remat.ir.lift import Loss, Measured, Signature, lift
+from remat.ir.sizes import is_number
+from remat.ir.symbols import Names
 
 from .devices import device
 from .eager import ScratchOf, no_scratch
 from .outside_loss import trace_loss, used_outputs
 from .protocol import StepProtocol
+from .realize import at, described, renamed
 from .scratch import Call, Origin, Scratch, measure_scratch
 
 
@@ -43,6 +51,30 @@ class Prepared:
     unmeasured: tuple[str, ...]
     """Ops whose scratch is not known."""
     device: torch.device
+    sizes: Sizes
+    """The number of each named size; empty if none is dynamic."""
+    loss_fn: Callable[[Any], torch.Tensor] | None
+    scratch_of: ScratchOf
+
+    def lift(self, joint: fx.GraphModule, border: str, measured: Mapping[str, Measured]) -> Graph:
+        """Lift this step's joint graph, or one that was rewritten from it, at the sizes.
+
+        Args:
+            joint: the graph.
+            border: name of its first node of backward.
+            measured: node name -> scratch and real sizes.
+        """
+        graph = lift(
+            joint,
+            self.signature,
+            border=border,
+            measured=measured,
+            loss=self.loss,
+            symbols=self.capture.symbols,
+            binding=bound(self.sizes),
+        )
+        verify(graph)
+        return graph
 
     def trained(self) -> frozenset[str]:
         """Names of the parameters that receive a gradient."""
@@ -77,6 +109,7 @@ def prepare_step(
     forward: Callable[..., Any] | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     protocol: StepProtocol | None = None,
+    dynamic: Dynamic | None = None,
     cuda: bool = False,
 ) -> Prepared:
     """Capture one training step and lift it.
@@ -88,17 +121,40 @@ def prepare_step(
         forward: what to trace; the module's own if None.
         loss_fn: output to a scalar, if the loss is outside the module.
         protocol: says which outputs receive a gradient; "auto" with a loss: those that it uses.
+        dynamic: sizes that are symbols in the graph; see `ir.capture.capture`.
         cuda: trace the kernels of a CUDA device; see `planned_for_cuda`.
     """
     wanted = (protocol or StepProtocol()).gradient_outputs
-    traced = partial(capture, module, args, kwargs, forward=forward, cuda=cuda)
+    traced = partial(capture, module, args, kwargs, forward=forward, dynamic=dynamic, cuda=cuda)
     captured = _captured(traced, loss_fn, wanted)
     signature, mutated, gradients = captured.signature()
-    joint = captured.joint
-    canonicalize(joint, mutated, gradients)
-    nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
-    scratch_of = scratch_for(module)
-    scratch = scratch_of([_call(node) for node in nodes])
+    canonicalize(captured.joint, mutated, gradients)
+    return _prepared(captured, signature, loss_fn, scratch_for(module), captured.sizes)
+
+
+def resized(prepared: Prepared, sizes: Sizes) -> Prepared:
+    """The same captured step at other sizes, which must lie in the domain of its graph.
+
+    Raises:
+        UnsupportedGraphError: the loss cannot be computed from outputs of that size.
+    """
+    return _prepared(
+        prepared.capture, prepared.signature, prepared.loss_fn, prepared.scratch_of, sizes
+    )
+
+
+def _prepared(
+    captured: Capture,
+    signature: Signature,
+    loss_fn: Callable[[Any], torch.Tensor] | None,
+    scratch_of: ScratchOf,
+    sizes: Sizes,
+) -> Prepared:
+    nodes = ops_of(captured.joint)
+    calls = [_call(node) for node in nodes]
+    if captured.symbols:
+        calls = [at(call, bound(sizes)) for call in calls_of(captured)]
+    scratch = scratch_of(calls)
     measured = {
         node.name: Measured(sympy.Integer(found.bytes), found.outputs)
         for node, found in zip(nodes, scratch, strict=True)
@@ -106,14 +162,72 @@ def prepare_step(
     unknown = [
         n.name for n, found in zip(nodes, scratch, strict=True) if found.origin is Origin.UNKNOWN
     ]
-    loss, targets = trace_loss(captured, loss_fn, scratch_of) if loss_fn else (None, ())
+    loss, targets = _loss(captured, loss_fn, scratch_of, sizes) if loss_fn else (None, ())
     border = next(node.name for node in nodes if is_backward(node))
-    graph = lift(joint, signature, border=border, measured=measured, loss=loss)
+    graph = lift(
+        captured.joint,
+        signature,
+        border=border,
+        measured=measured,
+        loss=loss,
+        symbols=captured.symbols,
+        binding=bound(sizes),
+    )
     verify(graph)
     where = next(v.device for n in nodes if isinstance(v := n.meta["val"], torch.Tensor))
     return Prepared(
-        captured, signature, border, graph, measured, loss, targets, tuple(unknown), where
+        captured,
+        signature,
+        border,
+        graph,
+        measured,
+        loss,
+        targets,
+        tuple(unknown),
+        where,
+        sizes,
+        loss_fn,
+        scratch_of,
     )
+
+
+def ops_of(joint: fx.GraphModule) -> list[fx.Node]:
+    """Nodes that execute ops; not those that compute sizes."""
+    return [n for n in joint.graph.nodes if n.op == "call_function" and not is_number(n)]
+
+
+def calls_of(captured: Capture) -> list[Call]:
+    """The call of every op of a captured step, described, in the user's symbols."""
+    plain = Names(captured.symbols).plain
+    return [renamed(described(_call(node)), plain) for node in ops_of(captured.joint)]
+
+
+def loss_at(prepared: Prepared, sizes: Sizes) -> tuple[Loss | None, tuple[Block, ...]]:
+    """The loss of a step at other sizes, and its targets.
+
+    Raises:
+        UnsupportedGraphError: it cannot be computed from outputs of that size.
+    """
+    assert prepared.loss_fn is not None
+    return _loss(prepared.capture, prepared.loss_fn, prepared.scratch_of, sizes)
+
+
+def _loss(
+    captured: Capture,
+    loss_fn: Callable[[Any], torch.Tensor],
+    scratch_of: ScratchOf,
+    sizes: Sizes,
+) -> tuple[Loss | None, tuple[Block, ...]]:
+    try:
+        return trace_loss(captured, loss_fn, scratch_of, bound(sizes))
+    except Exception as error:  # whatever the user's code raises
+        if sizes == captured.sizes:
+            raise
+        at_sizes = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+        raise UnsupportedGraphError(
+            f"loss_fn cannot be computed at {at_sizes}: {error}\nWith dynamic sizes it is called with "
+            "outputs of other sizes than the example's: let it make its targets to fit the output."
+        ) from error
 
 
 def _captured(
@@ -128,7 +242,7 @@ def _captured(
         captured = captured_for(gradient_outputs="all")
     except UnsupportedGraphError:  # perhaps for an output that the loss does not use
         return captured_for(gradient_outputs="auto")
-    used = used_outputs(captured, loss_fn)
+    used = used_outputs(captured, loss_fn, bound(captured.sizes))
     if used == captured.gradient_outputs:
         return captured
     return captured_for(gradient_outputs=used)

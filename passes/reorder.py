@@ -18,9 +18,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from remat import solvers
-from remat.ir import VerifyError, verify
+from remat.ir import VerifyError
 from remat.ir.canonical import is_random
-from remat.ir.lift import lift
 
 from .formulate import Index
 from .prepare import Prepared
@@ -84,14 +83,7 @@ def reorder_step(prepared: Prepared, index: Index, permutation: Sequence[int]) -
     """
     joint = prepared.capture.joint
     made = rewrite_joint(joint, prepared.graph, index, permutation)
-    graph = lift(
-        made.joint,
-        prepared.signature,
-        border=made.border,
-        measured=prepared.measured,
-        loss=prepared.loss,
-    )
-    verify(graph)
+    graph = prepared.lift(made.joint, made.border, prepared.measured)
     names = {op.name for op in graph.ops}
     if lost := [
         prepared.graph.ops[op].name for op in index.ops if prepared.graph.ops[op].name not in names

@@ -26,6 +26,7 @@ from remat.ir._torch import FakeTensor, FakeTensorMode
 from remat.ir.canonical import is_random
 from remat.ir.in_place import in_place
 from remat.ir.lift import tensors_of
+from remat.ir.sizes import is_number
 
 from .formulate import Index
 from .randomness import CPU_STATE_BYTES, generator_state, repeat_random
@@ -45,6 +46,11 @@ class Rewritten:
     """Name of the last node of each stage of backward."""
     delivered: Mapping[str, int]
     """Target of a gradient -> number of the stage that delivers it."""
+
+    def origins(self) -> dict[str, str]:
+        """Name of every repetition -> name of the op that it repeats."""
+        nodes = self.joint.graph.nodes
+        return {node.name: node.meta[REPEATS] for node in nodes if REPEATS in node.meta}
 
 
 @dataclass(slots=True)
@@ -72,8 +78,8 @@ class _Emitter:
         return self._emit(node, node.target, args, node.name, kwargs)
 
     def place(self, node: fx.Node) -> None:
-        """Take over a placeholder or a constant."""
-        made = self.new.node_copy(node)
+        """Take over a placeholder, a constant, or a size."""
+        made = self.new.node_copy(node, self.fetch)
         self.current[node.name] = (made, self._instances(node.name))
 
     def execute(
@@ -169,7 +175,7 @@ def rewrite_joint(
     )
     emitter = _Emitter(graph, mode, storages={v.name: v.storages for v in graph.values})
     for node in joint.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
+        if node.op in ("placeholder", "get_attr") or is_number(node):
             emitter.place(node)
     outputs = _OutputTaker(joint, graph)
     outputs.take("", emitter)
@@ -192,7 +198,7 @@ def rewrite_joint(
         if first and i in ends:
             marks.append(_last(emitter.new))
     assert before_border is not None
-    emitter.new.output(tuple(outputs.taken()))
+    emitter.new.output(tuple(outputs.taken())).meta = dict(joint.graph.output_node().meta)
     border = before_border.next.name
     stage = {end: number for number, end in enumerate(index.stage_ends)}
     delivered = {

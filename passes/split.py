@@ -3,7 +3,7 @@
 Every part is a `GraphModule` that takes its inputs as one list, empties the list, and drops every
 intermediate after its last use, so that what is alive while it runs is what liveness says.
 
-The forward graph returns updates, results and saved values. A stage takes what it needs of primals,
+The forward graph returns updates, results, saved values and sizes. A stage takes what it needs of primals,
 tangents, saved values and earlier stages' values by name, and returns the gradients it delivers and
 what later stages need. The whole backward graph is made as well, for reading.
 """
@@ -16,6 +16,7 @@ from torch import fx
 from remat.ir import OutputKind
 from remat.ir._torch import BoxedCodeGen
 from remat.ir.lift import Signature
+from remat.ir.sizes import is_number
 
 from .rewrite import Rewritten
 
@@ -45,7 +46,9 @@ class Parts:
     results: int
     """Number of results, which follow."""
     saved: tuple[str, ...]
-    """Names of the saved values, the last outputs of forward."""
+    """Names of the saved values, which follow."""
+    numbers: tuple[str, ...]
+    """Names of the sizes that backward reads, the last outputs of forward."""
     primals: tuple[str, ...]
     """Names of the inputs of forward, in order; backward refers to them by these names."""
     tangents: tuple[str, ...]
@@ -76,13 +79,16 @@ def split_joint(rewritten: Rewritten, signature: Signature) -> Parts:
         if kind is OutputKind.GRADIENT and isinstance(node, fx.Node)
     ]
     of_forward = {node.name: node for node in forward}
-    saved = [of_forward[name] for name in _reads(backward) if name in of_forward]
+    kept = [of_forward[name] for name in _reads(backward) if name in of_forward]
+    saved = [node for node in kept if not is_number(node)]
+    numbers = [node for node in kept if is_number(node)]
     stages = _stages(rewritten, backward, gradients)
     return Parts(
-        forward=_module(joint, forward, primals, [*early, *saved]),
+        forward=_module(joint, forward, primals, [*early, *saved, *numbers]),
         mutations=tuple(t for _, (kind, t) in outputs if kind is OutputKind.MUTATION),
         results=sum(kind is OutputKind.RESULT for _, (kind, _) in outputs),
         saved=tuple(node.name for node in saved),
+        numbers=tuple(node.name for node in numbers),
         primals=tuple(primals),
         tangents=tuple(tangents),
         stages=stages,
