@@ -83,12 +83,16 @@ def other_sizes(sizes: Mapping[str, int], count: int) -> list[dict[str, Any]]:
     return [{name: size + k * (k + 1) for name, size in sizes.items()} for k in range(count)]
 
 
-FAST = ["gpt2", "resnet", "mlp"]
+FAST = ["gpt2", "mlp"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in DYNAMIC if name not in FAST]
 
 
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
-@pytest.mark.parametrize("make", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
+@pytest.mark.parametrize(
+    "make",
+    [ADAMW, pytest.param(MOMENTUM, marks=pytest.mark.slow)],
+    ids=["adamw", "momentum"],
+)
 def test_peaks_are_those_of_the_allocator(name: str, make: Optimizers) -> None:
     case = zoo.build(name)
     report = analysed(case, make(case.model.parameters()))
@@ -113,6 +117,7 @@ def test_the_formula_is_the_exact_figure_in_its_domain(name: str) -> None:
         assert int(report.resident.subs(symbols)) == report.resident_at(**sizes)
 
 
+@pytest.mark.slow
 def test_a_size_of_one_has_formulas_of_its_own() -> None:
     case = zoo.build("gpt2")
     report = analysed(case, ADAMW(case.model.parameters()))
@@ -135,6 +140,7 @@ def test_the_largest_that_fits_fits_and_the_next_does_not(name: str) -> None:
         assert (peak <= budget) is fits
 
 
+@pytest.mark.slow
 def test_recomputation_fits_a_larger_batch() -> None:
     case = zoo.build("mlp")
     report = analysed(case, ADAMW(case.model.parameters()))

@@ -153,7 +153,8 @@ def check_sizes(name: str, make: MakeOptimizer, part: float, sizes: list[Sizes])
 
 
 @pytest.mark.filterwarnings("ignore:remat. planned for outputs_held")
-@pytest.mark.parametrize("name", ["dlrm", pytest.param("resnet", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dlrm", "resnet"])
 def test_one_plan_trains_as_eager_at_other_sizes_in_the_bytes_of_its_formula(name: str) -> None:
     check_sizes(name, OPTIMIZERS["AdamW"], 0.5, SIZES[name])
 
@@ -250,6 +251,7 @@ def test_a_size_over_the_budget_is_refused_on_demand() -> None:
     assert equal(step(model, 7, 32), step(net(), 7, 32))
 
 
+@pytest.mark.slow
 def test_a_size_of_one_and_a_sliced_batch_get_plans_of_their_own() -> None:
     model = capped(8, 32)
     with pytest.warns(UserWarning, match="the graph holds for batch >= 2 only"):
