@@ -273,7 +273,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "The step uses a tensor that requires a gradient and is neither a parameter nor an "
                 "argument of the model. Register it as a parameter, or pass it to the model."
             )
-        fake = self.mode.from_tensor(value)
+        fake = self.mode.from_tensor(value, static_shapes=True)  # its sizes are no symbols
         self._foreign.append(fake)
         self.resident(fake, f"constant_{len(self._foreign)}", Role.BUFFER)
         self.values.know(fake, value)

@@ -305,3 +305,13 @@ def test_unknown_sizes_and_values_are_refused() -> None:
 
     with pytest.raises(UnsupportedGraphError, match="depends on values"):
         remat.analyze(Branches(), (x.requires_grad_(),), loss_fn=mean_square, optimizer=None)
+
+
+def test_a_tensor_in_the_loss_keeps_its_sizes() -> None:
+    model, x = small()
+    target = torch.randn(8, 64)
+    report = remat.analyze(
+        model, (x,), loss_fn=lambda y: (y - target).pow(2).mean(), optimizer="SGD", dynamic={}
+    )
+    assert not report.peak.free_symbols
+    assert report.peak_at() == int(report.peak)
