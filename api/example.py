@@ -115,10 +115,6 @@ def _cycled(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
 def follow_example(request: StepRequest, sizes: Mapping[str, int]) -> EagerStep:
     """The step at `sizes`; those above 1 are symbols."""
     args, kwargs = resized(request, sizes)
-    symbols = {
-        argument: {dim: name for dim, name in dims.items() if sizes[name] > 1}
-        for argument, dims in request.dynamic.items()
-    }
     state = python_state(request.model)
     try:
         return eager_step(
@@ -128,7 +124,7 @@ def follow_example(request: StepRequest, sizes: Mapping[str, int]) -> EagerStep:
             loss_fn=request.loss_fn,
             optimizer=request.optimizer,
             loop=request.loop,
-            dynamic={argument: dims for argument, dims in symbols.items() if dims},
+            dynamic=request.dynamic,
             cuda=request.cuda,
             autocast=request.autocast,
             dtype=request.dtype,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import sympy
 
+from remat.ir.domain import bound
 from remat.ir.symbols import positive
 from remat.passes.formula_solve import largest as solve
 
@@ -62,7 +63,7 @@ def _by_formula(
     peak_formula: Callable[[Mapping[str, int]], sympy.Expr],
 ) -> int:
     """What the formula of the region that the answer lies in says; of a few tries, the last."""
-    others = {positive(n): v for n, v in sizes.items() if n != name}
+    others = bound({n: v for n, v in sizes.items() if n != name})
     guess = sizes[name]
     seen: list[int] = []
     while guess not in seen:

@@ -55,7 +55,6 @@ from .request import (
     Request,
     Surroundings,
     beside_eager,
-    eager_domain,
     eager_of,
     prepare,
     surroundings,
@@ -187,7 +186,7 @@ def make_plan(
     if request.budget >= baseline and not only_planned:
         clock.begin("")
         step = symbolic_eager(asked) if asked.dynamic else None
-        domain = eager_domain(asked, step)
+        domain = step.domain if step else Domain(asked.sizes, asked.sizes, ())
         trace = beside_eager(_fitted(step), beside) if step else None
         plan = _with_sizes(_plan(figures, None, None), domain, trace, others)
         return Planned(
@@ -266,7 +265,7 @@ def _with_sizes(plan: Plan, domain: Domain, trace: Trace | None, others: int) ->
 
 def _fitted(step: EagerStep) -> Trace:
     """The eager step with scratch as formulas."""
-    found = fit_scratch(step.calls, step.symbols, step.domain)
+    found = fit_scratch(step.calls, step.domain.symbols, step.domain.conditions)
     pairs = zip(step.trace.instants, found, strict=True)
     return replace(step.trace, instants=tuple(replace(i, scratch=f.bytes) for i, f in pairs))
 

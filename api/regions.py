@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import sympy
 
 from remat.ir import Trace
-from remat.ir.symbols import Fixed, positive
+from remat.ir.domain import Domain, Fixed, Sizes
 from remat.passes import Call, measure_scratch
 from remat.passes.eager import EagerStep
 from remat.passes.rounding import rounded
@@ -20,7 +20,6 @@ from remat.passes.scratch import Origin
 from remat.passes.scratch_fit import FittedScratch, fit_scratch
 from remat.passes.workspace import with_workspaces
 
-Sizes = Mapping[str, int]
 _EXACT = 2**30
 """Bytes of arguments and results up to which a kernel is run to learn its scratch at one size."""
 
@@ -69,25 +68,10 @@ class Step:
 class Region:
     """Sizes for which one trace holds."""
 
-    example: Mapping[sympy.Symbol, int]
-    domain: tuple[sympy.Basic, ...]
+    domain: Domain
     fixed: tuple[Fixed, ...]
-    ones: frozenset[str]
-    """Names that are 1 here."""
     first: Step
     steady: Step
-
-    def has(self, sizes: Sizes) -> bool:
-        """Whether the sizes are in the region."""
-        numbers = {each.name: each.value for each in self.fixed}
-        if any(sizes[name] != value for name, value in numbers.items()):
-            return False
-        if self.ones != {
-            name for name, size in sizes.items() if size == 1 and name not in numbers
-        }:
-            return False
-        binding = {positive(name): size for name, size in sizes.items()}
-        return all(bool(condition.subs(binding)) for condition in self.domain)
 
 
 class Regions:
@@ -113,14 +97,12 @@ class Regions:
     def at(self, sizes: Sizes) -> Region:
         """The region that has `sizes`, traced if it is new."""
         for region in self._known:
-            if region.has(sizes):
+            if not region.domain.why_not(sizes):
                 return region
         step = self._follow(sizes)
         region = Region(
-            example=step.symbols,
             domain=step.domain,
             fixed=step.fixed,
-            ones=frozenset(name for name, size in sizes.items() if size == 1),
             first=_finished(step, step.first_trace, step.first_calls, self.target, first=True),
             steady=_finished(step, step.trace, step.calls, self.target, first=False),
         )
@@ -132,7 +114,7 @@ def _finished(
     step: EagerStep, trace: Trace, calls: tuple[Call, ...], target: Target, *, first: bool
 ) -> Step:
     if target.measures:
-        scratch = fit_scratch(calls, step.symbols, step.domain)
+        scratch = fit_scratch(calls, step.domain.symbols, step.domain.conditions)
     elif target.scratch is not None:
         scratch = tuple(target.scratch(calls))
     else:

@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 
 from remat.ir import Trace
-from remat.ir.symbols import Fixed, positive
+from remat.ir.domain import Fixed, Sizes, bound
 from remat.passes import profile
 from remat.passes.allocator import AllocatorUse, simulate
 from remat.passes.allocator_config import AllocatorConfig
@@ -22,7 +22,7 @@ from remat.passes.composition import PhasePeak, phase_peaks, retained
 from remat.passes.device_memory import DeviceOverheads, nvidia_smi
 from remat.passes.formula import Formula, formula, largest_of
 from remat.passes.loop import Loop
-from remat.passes.memory import bound
+from remat.passes.memory import with_numbers
 
 from . import report_text
 from .budget import budget_bytes
@@ -30,7 +30,7 @@ from .diagnosis import diagnose
 from .example import StepRequest
 from .largest import largest_fit
 from .planned import FrontierPoint, frontier, largest_planned
-from .regions import Regions, Sizes, Step
+from .regions import Regions, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +248,8 @@ class MemoryReport:
         return steps.get(step, [region.first, region.steady])
 
     def _traces(self, step: str, sizes: Sizes) -> list[Trace]:
-        binding = {positive(name): value for name, value in self.binding(sizes).items()}
+        binding = bound(self.binding(sizes))
         measures = self._regions.target.measures
-        return [bound(each.at(binding, measures), binding) for each in self._steps(step, sizes)]
+        return [
+            with_numbers(each.at(binding, measures), binding) for each in self._steps(step, sizes)
+        ]

@@ -11,11 +11,11 @@ from remat.passes.composition import retained
 from remat.passes.device_memory import DeviceOverheads
 from remat.passes.formula import formula, largest_of
 from remat.passes.loop import Loop
-from remat.passes.memory import bound
+from remat.passes.memory import with_numbers
 from remat.passes.scratch import Origin
 
 from .example import StepRequest
-from .regions import Region, Regions, Step
+from .regions import Regions, Step
 from .report import MemoryReport, ScratchNotes, StepFormulas
 
 
@@ -39,11 +39,11 @@ def make_report(
         optimizer=optimizer,
         loop=loop,
         sizes=regions.sizes,
-        domain=_domain(region),
+        domain=tuple(map(str, region.domain.conditions)),
         fixed=region.fixed,
         peak=largest_of([formula(region.first.trace), formula(region.steady.trace)]),
-        first=step_formulas(region.first, region.example),
-        steady=step_formulas(region.steady, region.example),
+        first=step_formulas(region.first, region.domain.symbols),
+        steady=step_formulas(region.steady, region.domain.symbols),
         scratch=_notes(region.steady),
         overheads=overheads,
         device_memory=device_memory,
@@ -56,7 +56,7 @@ def step_formulas(step: Step, example: Mapping[sympy.Symbol, int]) -> StepFormul
     """Peaks and composition of one step as expressions."""
     trace = step.trace
     whole = formula(trace)
-    top = profile(bound(trace, example)).peak_instant
+    top = profile(with_numbers(trace, example)).peak_instant
     ledger: dict[str, list[sympy.Expr]] = {}
     for block in alive_at(trace, top):
         ledger.setdefault(block.role, []).append(block.size)
@@ -82,11 +82,6 @@ def step_formulas(step: Step, example: Mapping[sympy.Symbol, int]) -> StepFormul
 def _sum(sizes: Sequence[sympy.Expr]) -> sympy.Expr:
     counts = Counter(sizes)
     return sympy.expand(sympy.Add(*(count * size for size, count in counts.items())))
-
-
-def _domain(region: Region) -> tuple[str, ...]:
-    least = [f"{symbol} >= 2" for symbol in region.example]
-    return (*least, *(str(condition) for condition in region.domain))
 
 
 def _notes(step: Step) -> ScratchNotes:

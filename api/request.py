@@ -16,7 +16,6 @@ from torch import nn
 
 from remat.ir import Block, Role, Trace, UnsupportedGraphError
 from remat.ir.capture import argument_names
-from remat.ir.domain import Domain
 from remat.ir.fake import Dynamic, sizes_of
 from remat.ir.structure import take_tensors
 from remat.ir.untouched import put_back, python_state
@@ -128,17 +127,6 @@ def symbolic_eager(request: Request) -> EagerStep | None:
         return None
     finally:
         put_back(state)
-
-
-def eager_domain(request: Request, step: EagerStep | None) -> Domain:
-    """Sizes for which the symbolic eager step holds."""
-    sizes = request.sizes
-    if step is None:
-        return Domain(sizes, sizes, ())
-    names = {str(symbol) for symbol in step.symbols}
-    fixed = {name: size for name, size in sizes.items() if name not in names}
-    least = tuple(symbol >= 2 for symbol in step.symbols)
-    return Domain(sizes, fixed, (*least, *step.domain))
 
 
 def surroundings(request: Request, prepared: Prepared) -> Surroundings:

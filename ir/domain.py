@@ -12,16 +12,26 @@ Read it after the last fake value of the graph was computed: computing one may n
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 from torch import fx
 
-from ._torch import FakeTensor
+from ._torch import FakeTensor, ShapeEnv
 from .symbols import Names, positive
 
 Sizes = Mapping[str, int]
 """Size name -> number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A size that was to be a symbol, and that the step needs as a number."""
+
+    name: str
+    """The user's name for it."""
+    value: int
+    where: str
+    """The code that asked for the number: ``file.py:12 in forward``; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +80,42 @@ def find_domain(joint: fx.GraphModule, example: Sizes, symbols: Mapping[str, str
         example: every size name, with its number in the example.
         symbols: of `capture`: symbol in the graph -> size name.
     """
-    env = _environment(joint)
+    return noted_domain(_environment(joint), example, symbols)
+
+
+def noted_domain(env: ShapeEnv | None, example: Sizes, symbols: Mapping[str, str]) -> Domain:
+    """The domain of what was traced under `env`; other arguments as of `find_domain`."""
     names = Names(symbols)
     fixed = {name: size for name, size in example.items() if name not in symbols.values()}
+    if env is None:
+        return Domain(dict(example), fixed, ())
     conditions: list[sympy.Basic] = []
-    for symbol, value in (env.replacements if env else {}).items():
+    for symbol, value in env.replacements.items():
         name = symbols.get(str(symbol))
         value = env.replace(value)
         if name and value.is_Integer:
             fixed[name] = int(value)
         elif name:
             conditions.append(sympy.Eq(positive(name), names.plain(value)))
-    for symbol, limits in (env.var_to_range if env else {}).items():
+    for symbol, limits in env.var_to_range.items():
         name = symbols.get(str(symbol))
         if name and name not in fixed:
             conditions.append(positive(name) >= int(limits.lower))
-    for guard in env.guards if env else ():
-        conditions.append(names.plain(env.replace(guard.expr)))
+    conditions += [names.plain(env.replace(guard.expr)) for guard in env.guards]
     kept = [each for each in dict.fromkeys(conditions) if each != sympy.true]
     return Domain(dict(example), fixed, tuple(kept))
+
+
+def fixed_sizes(env: ShapeEnv, domain: Domain, symbols: Mapping[str, str]) -> tuple[Fixed, ...]:
+    """The sizes above 1 that a trace needs as numbers, with where; arguments as of `noted_domain`."""
+    where = {
+        symbols.get(str(guard.expr.lhs)): str(guard.sloc.maybe_user_loc or guard.sloc).strip("()")
+        for guard in env.guards
+        if isinstance(guard.expr, sympy.Eq)
+    }
+    return tuple(
+        Fixed(name, size, where.get(name, "")) for name, size in domain.fixed.items() if size > 1
+    )
 
 
 def torch_binding(
@@ -100,10 +127,11 @@ def torch_binding(
     return {s: sizes[symbols[str(s)]] for s in own if str(s) in symbols}
 
 
-def _environment(joint: fx.GraphModule) -> Any:
+def _environment(joint: fx.GraphModule) -> ShapeEnv | None:
     """Where the trace has noted its conditions; None if no size is a symbol."""
     for node in joint.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, FakeTensor):
-            return value.fake_mode.shape_env
+            found: ShapeEnv | None = value.fake_mode.shape_env
+            return found
     return None

@@ -2,31 +2,17 @@
 
 A traced size is an `int` or a `torch.SymInt`. The *hint* of a symbolic size is its value in the example;
 asking for it adds no guard, whereas comparing or converting the size does. A guard is a condition on
-the symbols under which the trace holds; a symbol that a guard ties to one number is *fixed*.
+the symbols under which the trace holds; see `domain`.
 
 Users see plain sympy: symbols that are positive integers under the users' names, and `floor`, `Mod` and
 `Max` for torch's own functions of the same meaning.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
-
-from ._torch import ShapeEnv
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """A size that was to be a symbol, and that the step needs as a number."""
-
-    name: str
-    """The user's name for it."""
-    value: int
-    where: str
-    """The code that asked for the number: ``file.py:12 in forward``; empty if unknown."""
 
 
 def hint(size: int | torch.SymInt) -> int:
@@ -69,27 +55,6 @@ class Names:
             symbols = {s: positive(self._names.get(str(s), str(s))) for s in _symbols(expression)}
             self._known[expression] = _expanded(_plain(expression.xreplace(symbols)))
         return self._known[expression]
-
-
-def guards(env: ShapeEnv, names: Names) -> tuple[sympy.Basic, ...]:
-    """Conditions under which the trace holds, each once, in the order in which they arose."""
-    found = (names.plain(guard.expr.xreplace(env.replacements)) for guard in env.guards)
-    return tuple(dict.fromkeys(g for g in found if g not in (sympy.true, sympy.false)))
-
-
-def fixed(env: ShapeEnv, names: Mapping[str, str]) -> tuple[Fixed, ...]:
-    """Sizes that were named and turned out to be numbers."""
-    where = {str(g.expr.lhs): _place(g.sloc) for g in env.guards if isinstance(g.expr, sympy.Eq)}
-    return tuple(
-        Fixed(names[str(symbol)], int(value), where.get(str(symbol), ""))
-        for symbol, value in env.replacements.items()
-        if str(symbol) in names and value.is_Integer
-    )
-
-
-def _place(sloc: Any) -> str:
-    found = str(sloc.maybe_user_loc or sloc)
-    return found.strip("()")
 
 
 def _symbols(expression: sympy.Basic) -> list[sympy.Symbol]:

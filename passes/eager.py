@@ -33,7 +33,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -50,10 +50,11 @@ from remat.ir._torch import (
 )
 from remat.ir.capture import argument_names
 from remat.ir.device_kernels import cuda_kernels
+from remat.ir.domain import Domain, Fixed, Sizes, fixed_sizes, noted_domain
 from remat.ir.eager_kernels import eager_kernels
-from remat.ir.fake import Dynamic, fake_tensors
+from remat.ir.fake import Dynamic, fake_tensors, sizes_of
 from remat.ir.structure import put_tensors, take_tensors
-from remat.ir.symbols import Fixed, Names, fixed, guards, positive
+from remat.ir.symbols import Names
 
 from .eager_follow import Follow
 from .eager_phases import LossFn, OptimizerPhase, forward_backward, make_gradients
@@ -78,12 +79,10 @@ class EagerStep:
     first_trace: Trace
     """The first step."""
     first_calls: tuple[Call, ...]
-    symbols: Mapping[sympy.Symbol, int] = field(default_factory=dict[sympy.Symbol, int])
-    """Every symbol of the sizes, with its value in the example."""
-    domain: tuple[sympy.Basic, ...] = ()
-    """Conditions on the symbols under which the trace holds."""
-    fixed: tuple[Fixed, ...] = ()
-    """Sizes that were named, and that the step needs as numbers."""
+    domain: Domain
+    """Sizes for which it holds."""
+    fixed: tuple[Fixed, ...]
+    """Sizes above 1 that were named, and that the step needs as numbers."""
 
 
 def no_scratch(calls: Sequence[Call]) -> Sequence[Scratch]:
@@ -153,8 +152,8 @@ def eager_step(
         loss_fn: output to a scalar.
         optimizer: over the parameters of `model`.
         loop: what else the step does.
-        dynamic: sizes that become symbols, by argument name: ``{"input_ids": {0: "batch", 1: "seq"}}``.
-            None of them may be 1 in the example.
+        dynamic: sizes that become symbols, by argument name: ``{"input_ids": {0: "batch", 1: "seq"}}``;
+            those that are 1 in the example stay numbers.
         cuda: run the kernels of a CUDA device.
         autocast: context of forward and loss.
         dtype: type that floating-point tensors of model and arguments are taken to have; None: theirs.
@@ -169,7 +168,9 @@ def eager_step(
             if loop.gradients_resident:
                 make_gradients(follow, parameters)
             twin = stage.optimizer(optimizer) if optimizer else None
-            arguments, names = _fake_arguments(follow, stage, model, (args, kwargs), dynamic)
+            arguments, names, example = _fake_arguments(
+                follow, stage, model, (args, kwargs), dynamic
+            )
             with running(follow), state, kernels(cuda, bool(dynamic)):
                 kept = forward_backward(follow, model, arguments, loss_fn, loop)
             for name, parameter in parameters:
@@ -185,7 +186,7 @@ def eager_step(
                 if not loop.gradients_resident:
                     for _, parameter in parameters:
                         parameter.grad = None
-            step = followed(follow, names, marks)
+            step = followed(follow, names, example, marks)
             del kept
         return step
 
@@ -289,39 +290,41 @@ def _fake_arguments(
     model: nn.Module,
     arguments: tuple[tuple[object, ...], Mapping[str, object]],
     dynamic: Dynamic | None,
-) -> tuple[tuple[tuple[object, ...], Mapping[str, object]], Mapping[str, str]]:
-    """Fakes of the arguments, and the user's name of each symbol in their sizes."""
+) -> tuple[tuple[tuple[object, ...], Mapping[str, object]], Mapping[str, str], Sizes]:
+    """Fakes of the arguments, the user's name of each symbol in their sizes, and the named sizes."""
     tensors, pattern = take_tensors(arguments)
     if not dynamic:
         inputs = [stage.fake(t, f"input_{i}", Role.INPUT) for i, t in enumerate(tensors)]
-        return put_tensors(pattern, inputs), {}
+        return put_tensors(pattern, inputs), {}, {}
     labels = argument_names(model.forward, pattern, len(tensors))
     tensors = [stage.converted(tensor) for tensor in tensors]
     fakes, names = fake_tensors(follow.mode, tensors, labels, dynamic)
     for number, (real, fake) in enumerate(zip(tensors, fakes, strict=True)):
         stage.place(real, fake, f"input_{number}", Role.INPUT)
-    return put_tensors(pattern, fakes), names
+    return put_tensors(pattern, fakes), names, sizes_of(tensors, labels, dynamic)
 
 
-def followed(follow: Follow, names: Mapping[str, str], marks: Sequence[int]) -> EagerStep:
-    """The record, which has two optimizer phases: from the first mark to the second, and after."""
+def followed(
+    follow: Follow, names: Mapping[str, str], example: Sizes, marks: Sequence[int]
+) -> EagerStep:
+    """The record, which has two optimizer phases: from the first mark to the second, and after.
+
+    Args:
+        follow: holds the record.
+        names: the user's name of each symbol.
+        example: every named size, with its number.
+        marks: instants.
+    """
     env = follow.mode.shape_env
     assert env is not None
     follow.names = Names(names)
-    values = {str(symbol): value for symbol, value in env.backed_var_to_val.items()}
-    found = fixed(env, names)
-    numbers = {each.name for each in found}
+    domain = noted_domain(env, example, names)
     trace, calls = follow.trace(), follow.calls
     return EagerStep(
         trace=without_first(trace, *marks),
         calls=calls[: marks[0]] + calls[marks[1] :],
         first_trace=only_first(trace, marks[1]),
         first_calls=calls[: marks[1]],
-        symbols={
-            positive(name): int(values[symbol])
-            for symbol, name in names.items()
-            if name not in numbers
-        },
-        domain=guards(env, follow.names),
-        fixed=found,
+        domain=domain,
+        fixed=fixed_sizes(env, domain, names),
     )

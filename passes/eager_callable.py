@@ -74,7 +74,7 @@ def callable_step(
                         marks.append(follow.count)
             finally:
                 hook.remove()
-            found = followed(follow, names, marks[:2])
+            found = followed(follow, names, sizes, marks[:2])
             del step
         return found
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -76,7 +76,7 @@ def profile(trace: Trace, binding: Mapping[sympy.Symbol, int] | None = None) -> 
     return MemoryProfile(total, by_role, peak, total.index(peak) if total else -1, resident)
 
 
-def bound(trace: Trace, binding: Mapping[sympy.Symbol, int]) -> Trace:
+def with_numbers(trace: Trace, binding: Mapping[sympy.Symbol, int]) -> Trace:
     """The trace with numbers for sizes."""
     bytes_of = _Sizes(binding)
     return Trace(
