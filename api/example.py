@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from remat.ir.capture import argument_names
-from remat.ir.fake import Dynamic
+from remat.ir.fake import Dynamic, sizes_of
 from remat.ir.structure import put_tensors, take_tensors
-from remat.ir.untouched import put_back, python_state
 from remat.passes.eager import EagerStep, eager_step
 from remat.passes.loop import Loop
 
@@ -41,25 +40,13 @@ def named_sizes(request: StepRequest) -> dict[str, int]:
     Raises:
         ValueError: a name has two values, or an argument or dimension does not exist.
     """
-    tensors, names = _named_tensors(request)
-    found: dict[str, int] = {}
-    for argument, dims in request.dynamic.items():
-        members = [t for t, name in zip(tensors, names, strict=True) if name == argument]
-        if not members and _is_given(request, argument):
-            continue  # the same tensor as another argument, or no tensor
-        if not members:
+    tensors, names, _ = _named_tensors(request)
+    for argument in request.dynamic:
+        # Given without a name of its own: the same tensor as another argument, or no tensor.
+        if argument not in names and not _is_given(request, argument):
             known = ", ".join(dict.fromkeys(name for name in names if name))
             raise ValueError(f"dynamic: no argument {argument!r} with tensors; there are: {known}")
-        for tensor in members:
-            for dim, name in dims.items():
-                if not 0 <= dim < tensor.dim():
-                    raise ValueError(f"dynamic: {argument} has no dimension {dim}")
-                size = int(tensor.shape[dim])
-                if found.setdefault(name, size) != size:
-                    raise ValueError(
-                        f"dynamic: {name!r} is {found[name]} and, in {argument}, {size}. "
-                        "Sizes of one name are equal; give them two names."
-                    )
+    found: dict[str, int] = sizes_of(tensors, names, request.dynamic)
     return found
 
 
@@ -84,17 +71,16 @@ def automatic(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     }
 
 
-def _named_tensors(request: StepRequest) -> tuple[list[torch.Tensor], list[str]]:
+def _named_tensors(request: StepRequest) -> tuple[list[torch.Tensor], list[str], object]:
     tensors, pattern = take_tensors((request.args, dict(request.kwargs)))
-    return tensors, argument_names(request.model.forward, pattern, len(tensors))
+    return tensors, argument_names(request.model.forward, pattern, len(tensors)), pattern
 
 
 def resized(
     request: StepRequest, sizes: Mapping[str, int]
 ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """The example's arguments at other sizes: their elements repeated in turn."""
-    tensors, pattern = take_tensors((request.args, dict(request.kwargs)))
-    names = argument_names(request.model.forward, pattern, len(tensors))
+    tensors, names, pattern = _named_tensors(request)
     changed = [
         _cycled(tensor, {d: sizes[n] for d, n in request.dynamic.get(name, {}).items()})
         for tensor, name in zip(tensors, names, strict=True)
@@ -115,19 +101,15 @@ def _cycled(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
 def follow_example(request: StepRequest, sizes: Mapping[str, int]) -> EagerStep:
     """The step at `sizes`; those above 1 are symbols."""
     args, kwargs = resized(request, sizes)
-    state = python_state(request.model)
-    try:
-        return eager_step(
-            request.model,
-            args,
-            kwargs,
-            loss_fn=request.loss_fn,
-            optimizer=request.optimizer,
-            loop=request.loop,
-            dynamic=request.dynamic,
-            cuda=request.cuda,
-            autocast=request.autocast,
-            dtype=request.dtype,
-        )
-    finally:  # the forward ran on fake tensors, which must stay nowhere
-        put_back(state)
+    return eager_step(
+        request.model,
+        args,
+        kwargs,
+        loss_fn=request.loss_fn,
+        optimizer=request.optimizer,
+        loop=request.loop,
+        dynamic=request.dynamic,
+        cuda=request.cuda,
+        autocast=request.autocast,
+        dtype=request.dtype,
+    )

@@ -10,12 +10,10 @@ from collections.abc import Callable, Mapping
 
 import sympy
 
+from remat.ir import positive
 from remat.ir.domain import bound
-from remat.ir.symbols import positive
+from remat.passes.formula_solve import MOST, last
 from remat.passes.formula_solve import largest as solve
-
-_MOST = 10**9
-"""No larger size is looked for."""
 
 
 def largest_fit(
@@ -47,13 +45,10 @@ def largest_fit(
         guess, step = max(0, guess - step), 2 * step
     low, high = guess, guess + 1
     step = 1
-    while high <= _MOST and fits(high):
+    while high <= MOST and fits(high):
         low, step = high, 2 * step
         high = low + step
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return last(fits, low, high)
 
 
 def _by_formula(
@@ -69,5 +64,5 @@ def _by_formula(
     while guess not in seen:
         seen.append(guess)
         found = solve(peak_formula({**sizes, name: guess}), positive(name), others, budget)
-        guess = min(_MOST, max(1, found or 1))
+        guess = min(MOST, max(1, found or 1))
     return guess

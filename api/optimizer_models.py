@@ -23,49 +23,12 @@ _SMALLEST = 4096
 """Elements; smaller tensors are not quantised."""
 
 
-class _Blockwise(Optimizer):
-    """State in one byte for each element."""
+class _Model(Optimizer):
+    """Makes state for every parameter at its first step, and takes what an update takes."""
 
     states: tuple[str, ...] = ()
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the state; the update itself is in place."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and not self.state[parameter]:
-                    self._make(parameter)
-
-    def _make(self, parameter: torch.Tensor) -> None:
-        state = self.state[parameter]
-        quantised = parameter.numel() >= _SMALLEST
-        for name in self.states:
-            dtype = torch.uint8 if quantised else torch.float32
-            state[name] = torch.zeros_like(parameter, dtype=dtype)
-            if quantised:
-                blocks = -(-parameter.numel() // _BLOCK)
-                state[f"{name}_absmax"] = torch.zeros(
-                    blocks, dtype=torch.float32, device=parameter.device
-                )
-
-
-class Adam8bit(_Blockwise):
-    """Adam and AdamW of bitsandbytes with 8-bit state."""
-
-    states = ("state1", "state2")
-
-
-class Lion8bit(_Blockwise):
-    """Lion of bitsandbytes with 8-bit state."""
-
-    states = ("state1",)
-
-
-class Lion(Optimizer):
-    """Lion, one parameter at a time."""
+    blockwise = False
+    """State in one byte for each element."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         """Over `params`."""
@@ -73,16 +36,53 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the momentum; take the temporaries of one update after another."""
+        """One step, parameter by parameter."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                update = state["exp_avg"].clone().add(parameter.grad)
-                parameter.add_(update.sign_(), alpha=0.0)
+                if not self.state[parameter]:
+                    self._make(parameter)
+                self._update(parameter)
+
+    def _make(self, parameter: torch.Tensor) -> None:
+        state = self.state[parameter]
+        quantised = self.blockwise and parameter.numel() >= _SMALLEST
+        for name in self.states:
+            dtype = torch.uint8 if quantised else torch.float32 if self.blockwise else None
+            state[name] = torch.zeros_like(parameter, dtype=dtype)
+            if quantised:
+                blocks = -(-parameter.numel() // _BLOCK)
+                state[f"{name}_absmax"] = torch.zeros(
+                    blocks, dtype=torch.float32, device=parameter.device
+                )
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        """Take temporaries; none if the update is in place."""
+
+
+class Adam8bit(_Model):
+    """Adam and AdamW of bitsandbytes with 8-bit state."""
+
+    states = ("state1", "state2")
+    blockwise = True
+
+
+class Lion8bit(_Model):
+    """Lion of bitsandbytes with 8-bit state."""
+
+    states = ("state1",)
+    blockwise = True
+
+
+class Lion(_Model):
+    """Lion, one parameter at a time."""
+
+    states = ("exp_avg",)
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        update = self.state[parameter]["exp_avg"].clone().add(parameter.grad)
+        parameter.add_(update.sign_(), alpha=0.0)
 
 
 MODELS: dict[str, type[Optimizer]] = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from remat.ir import InfeasibleBudgetError
 from remat.ir.capture import is_fake
 from remat.passes import Plan, StepProtocol
+from remat.passes.formula_solve import last
 
 from .example import StepRequest, resized
 from .optimize import plan_checkpoints
@@ -79,10 +80,7 @@ def largest_planned(
         low, high = high, 2 * high
         if high > _MOST * max(1, least):
             return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return last(fits, low, high)
 
 
 def frontier(

@@ -33,7 +33,7 @@ from remat.passes import (
     timed_costs,
     whole_step,
 )
-from remat.passes.eager import EagerStep
+from remat.passes.eager import EagerStep, with_scratch
 from remat.passes.formula import formula
 from remat.passes.scratch_fit import fit_scratch
 from remat.passes.symbolic import symbolic_step
@@ -265,9 +265,8 @@ def _with_sizes(plan: Plan, domain: Domain, trace: Trace | None, others: int) ->
 
 def _fitted(step: EagerStep) -> Trace:
     """The eager step with scratch as formulas."""
-    found = fit_scratch(step.calls, step.domain.symbols, step.domain.conditions)
-    pairs = zip(step.trace.instants, found, strict=True)
-    return replace(step.trace, instants=tuple(replace(i, scratch=f.bytes) for i, f in pairs))
+    domain = step.domain
+    return with_scratch(step.trace, fit_scratch(step.calls, domain.symbols, domain.conditions))
 
 
 def _optimizer_peak(prepared: Prepared, request: Request, around: Surroundings) -> int:

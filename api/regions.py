@@ -7,14 +7,15 @@ own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import sympy
 
 from remat.ir import Trace
 from remat.ir.domain import Domain, Fixed, Sizes
 from remat.passes import Call, measure_scratch
-from remat.passes.eager import EagerStep
+from remat.passes.eager import EagerStep, with_scratch
+from remat.passes.formula import Formula, formula
 from remat.passes.rounding import rounded
 from remat.passes.scratch import Origin
 from remat.passes.scratch_fit import FittedScratch, fit_scratch
@@ -49,19 +50,21 @@ class Step:
     """Per instant."""
     calls: tuple[Call, ...]
     """Per instant."""
+    formula: Formula
+    """Of its peak."""
 
     def at(self, binding: Mapping[sympy.Symbol, int], measures: bool) -> Trace:
         """The trace with the scratch that kernels take at these sizes, where they can be run."""
         if not measures:
             return self.trace
         measured = measure_scratch(self.calls, binding, _EXACT)
-        instants = tuple(
-            instant
+        known = (
+            FittedScratch(instant.scratch, found.origin)
             if found.origin is Origin.UNKNOWN
-            else replace(instant, scratch=sympy.Integer(found.bytes))
+            else found
             for instant, found in zip(self.trace.instants, measured, strict=True)
         )
-        return replace(self.trace, instants=instants)
+        return with_scratch(self.trace, tuple(known))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +122,8 @@ def _finished(
         scratch = tuple(target.scratch(calls))
     else:
         scratch = (FittedScratch(sympy.S.Zero, Origin.UNKNOWN),) * len(calls)
-    instants = tuple(
-        replace(instant, scratch=found.bytes)
-        for instant, found in zip(trace.instants, scratch, strict=True)
-    )
-    trace = replace(trace, instants=instants)
+    trace = with_scratch(trace, scratch)
     if target.workspace:
         trace = with_workspaces(trace, target.workspace, first=first)
-    return Step(rounded(trace) if target.cuda else trace, scratch, calls)
+    trace = rounded(trace) if target.cuda else trace
+    return Step(trace, scratch, calls, formula(trace))

@@ -20,7 +20,7 @@ from remat.passes.allocator import AllocatorUse, simulate
 from remat.passes.allocator_config import AllocatorConfig
 from remat.passes.composition import PhasePeak, phase_peaks, retained
 from remat.passes.device_memory import DeviceOverheads, nvidia_smi
-from remat.passes.formula import Formula, formula, largest_of
+from remat.passes.formula import Formula, largest_of
 from remat.passes.loop import Loop
 from remat.passes.memory import with_numbers
 
@@ -186,7 +186,7 @@ class MemoryReport:
             name,
             budget,
             chosen,
-            lambda at: largest_of([formula(step.trace) for step in self._steps("any", at)]),
+            lambda at: largest_of([step.formula for step in self._steps("any", at)]),
             lambda at: self.peak_at(**self.binding(at)),
         )
         if not checkpointing:

@@ -41,7 +41,7 @@ def make_report(
         sizes=regions.sizes,
         domain=tuple(map(str, region.domain.conditions)),
         fixed=region.fixed,
-        peak=largest_of([formula(region.first.trace), formula(region.steady.trace)]),
+        peak=largest_of([region.first.formula, region.steady.formula]),
         first=step_formulas(region.first, region.domain.symbols),
         steady=step_formulas(region.steady, region.domain.symbols),
         scratch=_notes(region.steady),
@@ -55,7 +55,6 @@ def make_report(
 def step_formulas(step: Step, example: Mapping[sympy.Symbol, int]) -> StepFormulas:
     """Peaks and composition of one step as expressions."""
     trace = step.trace
-    whole = formula(trace)
     top = profile(with_numbers(trace, example)).peak_instant
     ledger: dict[str, list[sympy.Expr]] = {}
     for block in alive_at(trace, top):
@@ -66,8 +65,8 @@ def step_formulas(step: Step, example: Mapping[sympy.Symbol, int]) -> StepFormul
     for block in kept:
         modules.setdefault(trace.instants[block.birth].module, []).append(block.size)
     return StepFormulas(
-        peak=whole.peak,
-        resident=whole.resident,
+        peak=step.formula.peak,
+        resident=step.formula.resident,
         phases={
             phase.value: formula(trace, phase=phase)
             for phase in Phase

@@ -18,7 +18,6 @@ from remat.ir import Block, Role, Trace, UnsupportedGraphError
 from remat.ir.capture import argument_names
 from remat.ir.fake import Dynamic, sizes_of
 from remat.ir.structure import take_tensors
-from remat.ir.untouched import put_back, python_state
 from remat.passes import (
     Patterns,
     Prepared,
@@ -109,7 +108,6 @@ def prepare(request: Request) -> Prepared:
 
 def symbolic_eager(request: Request) -> EagerStep | None:
     """The eager step with symbolic sizes; None if it needs them as numbers."""
-    state = python_state(request.module)
     try:
         return eager_step(
             request.module,
@@ -125,8 +123,6 @@ def symbolic_eager(request: Request) -> EagerStep | None:
         )
     except (UnsupportedGraphError, RuntimeError):
         return None
-    finally:
-        put_back(state)
 
 
 def surroundings(request: Request, prepared: Prepared) -> Surroundings:
@@ -161,20 +157,16 @@ def surroundings(request: Request, prepared: Prepared) -> Surroundings:
 
 def eager_of(request: Request, around: Surroundings) -> Trace:
     """The step as eager runs it at the request's sizes."""
-    state = python_state(request.module)
-    try:
-        trace = eager_trace(
-            request.module,
-            request.args,
-            request.kwargs,
-            loss_fn=request.loss_fn,
-            gradients_resident=request.protocol.gradients_resident,
-            outputs_held=request.protocol.outputs_held,
-            scratch=scratch_for(request.module),
-            cuda=planned_for_cuda(request.module, request.cost_model),
-        )
-    finally:  # the forward ran on fake tensors, which must stay nowhere
-        put_back(state)
+    trace = eager_trace(
+        request.module,
+        request.args,
+        request.kwargs,
+        loss_fn=request.loss_fn,
+        gradients_resident=request.protocol.gradients_resident,
+        outputs_held=request.protocol.outputs_held,
+        scratch=scratch_for(request.module),
+        cuda=planned_for_cuda(request.module, request.cost_model),
+    )
     return beside_eager(trace, around)
 
 

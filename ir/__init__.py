@@ -21,7 +21,7 @@ from .graph import (
     Value,
 )
 from .text import to_text
-from .trace import Block, Instant, Phase, Role, Trace
+from .trace import Block, Instant, Phase, Role, Trace, positive
 from .verify import verify
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "UnsupportedGraphError",
     "Value",
     "VerifyError",
+    "positive",
     "to_text",
     "verify",
 ]

@@ -17,7 +17,8 @@ import sympy
 from torch import fx
 
 from ._torch import FakeTensor, ShapeEnv
-from .symbols import Names, positive
+from .symbols import Names
+from .trace import positive
 
 Sizes = Mapping[str, int]
 """Size name -> number."""

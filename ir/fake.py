@@ -41,7 +41,8 @@ def sizes_of(
         for dim, name in dynamic.get(argument, {}).items():
             if dim >= tensor.dim():
                 raise ValueError(
-                    f"{argument} has {tensor.dim()} dimensions, and dynamic names {dim}"
+                    f"{argument} has {tensor.dim()} dimensions, and dynamic names {dim}: there is no "
+                    f"dimension {dim}, counted from 0"
                 )
             size = int(tensor.shape[dim])
             if found.setdefault(name, size) != size:

@@ -14,6 +14,8 @@ from typing import Any
 import sympy
 import torch
 
+from .trace import positive
+
 
 def hint(size: int | torch.SymInt) -> int:
     """The size in the example."""
@@ -28,11 +30,6 @@ def hints(sizes: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
 def expression(size: int | torch.SymInt) -> sympy.Expr:
     """The size in torch's symbols."""
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
-
-
-def positive(name: str) -> sympy.Symbol:
-    """The symbol that users see for a name."""
-    return sympy.Symbol(name, positive=True, integer=True)
 
 
 class Names:

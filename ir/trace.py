@@ -44,6 +44,11 @@ class Role(StrEnum):
     WORKSPACE = "workspace"
 
 
+def positive(name: str) -> sympy.Symbol:
+    """The symbol for a size that users name: a positive integer."""
+    return sympy.Symbol(name, positive=True, integer=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Instant:
     """Execution of one op."""

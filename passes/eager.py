@@ -55,6 +55,7 @@ from remat.ir.eager_kernels import eager_kernels
 from remat.ir.fake import Dynamic, fake_tensors, sizes_of
 from remat.ir.structure import put_tensors, take_tensors
 from remat.ir.symbols import Names
+from remat.ir.untouched import put_back, python_state
 
 from .eager_follow import Follow
 from .eager_phases import LossFn, OptimizerPhase, forward_backward, make_gradients
@@ -62,6 +63,7 @@ from .eager_stage import Stage
 from .loop import Loop, only_first, without_first
 from .realize import Call
 from .scratch import Origin, Scratch
+from .scratch_fit import FittedScratch
 
 ScratchOf = Callable[[Sequence[Call]], Sequence[Scratch]]
 """Scratch of every call; `measure_scratch` is one."""
@@ -190,17 +192,19 @@ def eager_step(
             del kept
         return step
 
+    state = python_state(model)
     try:
-        return follow_step(nullcontext())
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        pass
-    try:  # many models have a path without questions about values, for compilers
+        with contextlib.suppress(DataDependentOutputException, DynamicOutputShapeException):
+            return follow_step(nullcontext())
+        # many models have a path without questions about values, for compilers
         return follow_step(compiling_state())
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UnsupportedGraphError(
             f"The step depends on values of tensors, which a trace does not have: {error}. "
             "Pass arguments with data, or avoid the op."
         ) from error
+    finally:  # the forward ran on fake tensors, which must stay nowhere
+        put_back(state)
 
 
 def optimizer_trace(
@@ -231,8 +235,8 @@ def optimizer_trace(
     return with_scratch(trace, scratch(follow.calls))
 
 
-def with_scratch(trace: Trace, scratch: Sequence[Scratch]) -> Trace:
-    """The trace with the scratch of every instant."""
+def with_scratch(trace: Trace, scratch: Sequence[Scratch | FittedScratch]) -> Trace:
+    """The trace with the scratch of every instant, in bytes or as an expression."""
     instants = tuple(
         replace(instant, scratch=sympy.sympify(each.bytes))
         for instant, each in zip(trace.instants, scratch, strict=True)
@@ -249,18 +253,21 @@ def fakes(
     """An empty record and an empty stage; random states and the collector are put back after."""
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
-    python_state = random.getstate()
+    random_state = random.getstate()
     collecting = gc.isenabled()
     gc.disable()
     try:
         env = ShapeEnv(
             allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False
         )
-        follow = Follow(FakeTensorMode(shape_env=env), cuda, autocast)
+        mode = FakeTensorMode(shape_env=env)
+        # Copies of its fakes are its fakes.
+        mode.__deepcopy__ = lambda memo: mode  # type: ignore[attr-defined]
+        follow = Follow(mode, cuda, autocast)
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             yield follow, Stage(follow.mode, follow, dtype)
     finally:
-        random.setstate(python_state)
+        random.setstate(random_state)
         if numpy:
             numpy.random.set_state(numpy_state)
         if collecting:

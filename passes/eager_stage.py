@@ -92,10 +92,8 @@ class Stage:
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(twin, hooks, OrderedDict())
         twin.param_groups = [self._group(group) for group in optimizer.param_groups]
-        if self._follow.cuda:  # the default for tensors on a GPU
-            for group in twin.param_groups:
-                if group.get("foreach", False) is None and not group.get("fused"):
-                    group["foreach"] = True
+        if self._follow.cuda:
+            step_as_on_a_gpu(twin)
         twin.state = defaultdict(dict)
         for number, (parameter, state) in enumerate(optimizer.state.items()):
             twin.state[self.fake(parameter, f"parameter_{number}", Role.PARAMETER)] = (
@@ -153,6 +151,13 @@ class Stage:
                 value.update({key: stand_in(item) for key, item in value.items()})
             elif type(value) is list:
                 value[:] = map(stand_in, value)
+
+
+def step_as_on_a_gpu(optimizer: torch.optim.Optimizer) -> None:
+    """Take the form that is the default for tensors on a GPU, where the user has asked for none."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 def _contents(attributes: dict[str, Any]) -> dict[str, Any]:

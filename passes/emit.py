@@ -67,8 +67,7 @@ def emit_schedule(
     original = prepared.graph
     over = reused(original, [index.ops[op] for op in schedule])
     rewritten = rewrite_joint(prepared.capture.joint, original, index, schedule, over)
-    graph = prepared.lift(rewritten.joint, rewritten.border, measured_of(rewritten, prepared))
-    ranges, trace = held_by(graph, rewritten, prepared, protocol, extra, optimizer)
+    graph, ranges, trace = held_by(rewritten, prepared, protocol, extra, optimizer)
     return Emitted(
         prepared,
         rewritten,
@@ -88,39 +87,37 @@ def emitted_at(emitted: Emitted, sizes: Sizes) -> Emitted:
     if sizes == emitted.prepared.sizes:
         return emitted
     prepared, rewritten = resized(emitted.prepared, sizes), emitted.rewritten
-    graph = prepared.lift(rewritten.joint, rewritten.border, measured_of(rewritten, prepared))
-    ranges, trace = held_by(
-        graph, rewritten, prepared, emitted.protocol, emitted.extra, emitted.optimizer
+    graph, ranges, trace = held_by(
+        rewritten, prepared, emitted.protocol, emitted.extra, emitted.optimizer
     )
     return replace(emitted, prepared=prepared, graph=graph, ranges=ranges, trace=trace)
 
 
 def held_by(
-    graph: Graph,
     rewritten: Rewritten,
     prepared: Prepared,
     protocol: StepProtocol,
     extra: Sequence[Block],
     optimizer: Trace | None,
-) -> tuple[LiveRanges, Trace]:
-    """Live ranges of a rewritten graph, and the trace of the whole step.
+) -> tuple[Graph, LiveRanges, Trace]:
+    """A rewritten graph, lifted; its live ranges; and the trace of the whole step.
 
     Args:
-        graph: the rewritten graph, lifted.
-        rewritten: says which stage delivers which gradient.
-        prepared: the step that it was rewritten from, with its loss.
+        rewritten: the graph, and which stage delivers which gradient.
+        prepared: the step that it was rewritten from, at its sizes, with its loss.
         protocol: see `emit_schedule`, likewise the others.
         extra: resident blocks.
         optimizer: the optimizer step.
     """
+    graph = prepared.lift(rewritten.joint, rewritten.border, _measured(rewritten, prepared))
     ranges = live_ranges(graph, holders(graph, protocol, _delivered(graph, rewritten)))
     trace = planned_trace(graph, ranges)
     if prepared.loss is not None:
         trace = with_loss(trace, graph, prepared.loss)
-    return ranges, whole_step(trace, (*extra, *prepared.targets), optimizer)
+    return graph, ranges, whole_step(trace, (*extra, *prepared.targets), optimizer)
 
 
-def measured_of(rewritten: Rewritten, prepared: Prepared) -> dict[str, Measured]:
+def _measured(rewritten: Rewritten, prepared: Prepared) -> dict[str, Measured]:
     """Scratch of every node: what its original has, and the present generator state in a repetition."""
     found: dict[str, Measured] = {}
     kept = sympy.Integer(state_bytes(str(prepared.device)))

@@ -76,18 +76,7 @@ def formula(trace: Trace, phase: Phase | None = None) -> Formula:
         distinct = {resident: -1}
     kept = _undominated(space, list(distinct))
     terms = tuple(Term(space.expression(each), distinct[each]) for each in kept)
-    peak = sympy.Max(*(t.expr for t in terms), evaluate=False) if terms[1:] else terms[0].expr
-    return Formula(peak, terms, space.expression(resident))
-
-
-def bytes_at(trace: Trace, instant: int) -> sympy.Expr:
-    """Bytes on the device at one instant."""
-    space = _Space(_sizes(trace))
-    level = space.element(trace.instants[instant].scratch)
-    for block in trace.blocks:
-        if block.birth <= instant <= block.death:
-            level += space.element(block.size)
-    return space.expression(level)
+    return Formula(maximum([t.expr for t in terms]), terms, space.expression(resident))
 
 
 def _sizes(trace: Trace) -> list[sympy.Expr]:
@@ -281,5 +270,9 @@ def largest_of(formulas: Iterable[Formula]) -> sympy.Expr:
     terms = [term.expr for each in formulas for term in each.terms]
     space = _Space(list(dict.fromkeys(terms)))
     elements = dict.fromkeys(map(space.element, terms))
-    kept = [space.expression(each) for each in _undominated(space, list(elements))]
-    return sympy.Max(*kept, evaluate=False) if kept[1:] else kept[0]
+    return maximum([space.expression(each) for each in _undominated(space, list(elements))])
+
+
+def maximum(terms: Sequence[sympy.Expr]) -> sympy.Expr:
+    """Their `Max`, as it is written: evaluated, sympy would compare them, at length."""
+    return sympy.Max(*terms, evaluate=False) if len(terms) > 1 else terms[0]

@@ -6,7 +6,8 @@ next to a root. `floor` and `ceiling` are bracketed by their bounds: below the l
 bound everything is decided, above the largest n by the lower bound nothing fits, and between all are tried.
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 
 import sympy
 
@@ -41,7 +42,7 @@ def largest(
         return all(term.subs(symbol, n) <= limit for term in terms)
 
     if all(term.is_polynomial(symbol) for term in terms):
-        return next((n for n in _candidates(terms, symbol, limit) if fits(n)), None)
+        return largest_polynomial(terms, symbol, limit)
     upper = [_without_steps(term, upper=True) for term in terms]
     lower = [_without_steps(term, upper=False) for term in terms]
     surely = largest_polynomial(upper, symbol, limit) or 0
@@ -50,11 +51,13 @@ def largest(
         return None
     if at_most - surely <= _SCAN:
         return next((n for n in range(at_most, surely, -1) if fits(n)), surely or None)
-    low, high = surely, at_most + 1  # too many to try: steps this large are taken to be monotone
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low or None
+    # Too many to try: steps this large are taken to be monotone.
+    return last(fits, surely, at_most + 1) or None
+
+
+def last(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The last n from `low` (which is taken to fit) to below `high` that fits, if no later one does."""
+    return low + bisect_left(range(low + 1, high), True, key=lambda n: not fits(n))
 
 
 def largest_polynomial(

@@ -13,8 +13,10 @@ from typing import Any
 
 import sympy
 
+from remat.ir import positive
 from remat.solvers import BoundClass, Status
 
+from .formula import maximum
 from .patterns import Patterns
 from .protocol import StepProtocol
 
@@ -111,11 +113,9 @@ class Plan:
     @property
     def peak(self) -> sympy.Expr:
         """Peak of the whole step, bytes, in the names of the sizes; holds within `domain`."""
-        names = {name: sympy.Symbol(name, positive=True, integer=True) for name in self.sizes}
+        names = {name: positive(name) for name in self.sizes}
         terms = [sympy.sympify(term, locals=names) for term in self.terms]
-        if len(terms) < 2:
-            return terms[0] if terms else sympy.Integer(self.peak_bytes)
-        return sympy.Max(*terms, evaluate=False)  # evaluated, sympy would compare them, at length
+        return maximum(terms or [sympy.Integer(self.peak_bytes)])
 
     @property
     def gap(self) -> float:

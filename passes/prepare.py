@@ -64,17 +64,9 @@ class Prepared:
             border: name of its first node of backward.
             measured: node name -> scratch and real sizes.
         """
-        graph = lift(
-            joint,
-            self.signature,
-            border=border,
-            measured=measured,
-            loss=self.loss,
-            symbols=self.capture.symbols,
-            binding=bound(self.sizes),
+        return _lifted(
+            self.capture, self.signature, joint, border, measured, self.loss, self.sizes
         )
-        verify(graph)
-        return graph
 
     def trained(self) -> frozenset[str]:
         """Names of the parameters that receive a gradient."""
@@ -164,16 +156,7 @@ def _prepared(
     ]
     loss, targets = _loss(captured, loss_fn, scratch_of, sizes) if loss_fn else (None, ())
     border = next(node.name for node in nodes if is_backward(node))
-    graph = lift(
-        captured.joint,
-        signature,
-        border=border,
-        measured=measured,
-        loss=loss,
-        symbols=captured.symbols,
-        binding=bound(sizes),
-    )
-    verify(graph)
+    graph = _lifted(captured, signature, captured.joint, border, measured, loss, sizes)
     where = next(v.device for n in nodes if isinstance(v := n.meta["val"], torch.Tensor))
     return Prepared(
         captured,
@@ -189,6 +172,28 @@ def _prepared(
         loss_fn,
         scratch_of,
     )
+
+
+def _lifted(
+    captured: Capture,
+    signature: Signature,
+    joint: fx.GraphModule,
+    border: str,
+    measured: Mapping[str, Measured],
+    loss: Loss | None,
+    sizes: Sizes,
+) -> Graph:
+    graph = lift(
+        joint,
+        signature,
+        border=border,
+        measured=measured,
+        loss=loss,
+        symbols=captured.symbols,
+        binding=bound(sizes),
+    )
+    verify(graph)
+    return graph
 
 
 def ops_of(joint: fx.GraphModule) -> list[fx.Node]:

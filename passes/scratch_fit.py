@@ -143,11 +143,11 @@ def _fit(
     symbols = sorted(_free(call), key=str)
     top = _top(call, symbols)
     for extra in (0, 1):
-        basis = _products(symbols, [degree + extra for degree in top])
-        exact = _exact(basis, known)
+        basis = products(symbols, [degree + extra for degree in top])
+        exact = interpolated(basis, known)
         if exact is not None:
             return FittedScratch(exact, Origin.FITTED)
-    largest = _products(symbols, top)[-1]
+    largest = products(symbols, top)[-1]
     factor = max(ceil(Fraction(size, at_binding(largest, point))) for point, size in known)
     return FittedScratch(factor * largest, Origin.RESERVED)
 
@@ -165,7 +165,7 @@ def _degree(size: sympy.Expr, symbol: sympy.Symbol) -> int:
     return int(sympy.degree(size, symbol)) if size.is_polynomial(symbol) and size != 0 else 1
 
 
-def _products(symbols: Sequence[sympy.Symbol], top: Sequence[int]) -> list[sympy.Expr]:
+def products(symbols: Sequence[sympy.Symbol], top: Sequence[int]) -> list[sympy.Expr]:
     """All products of powers up to `top`, the largest last."""
     powers = product(*(range(degree + 1) for degree in top))
     return [
@@ -174,7 +174,7 @@ def _products(symbols: Sequence[sympy.Symbol], top: Sequence[int]) -> list[sympy
     ]
 
 
-def _exact(
+def interpolated(
     basis: Sequence[sympy.Expr], known: Sequence[tuple[Mapping[sympy.Symbol, int], int]]
 ) -> sympy.Expr | None:
     """The combination of `basis` that equals every sample; None if there is none."""

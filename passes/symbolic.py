@@ -17,10 +17,10 @@ from remat.ir import Block, Trace, UnsupportedGraphError
 from remat.ir.domain import Domain
 from remat.ir.lift import Loss, Measured
 
-from .emit import Emitted, held_by, measured_of
+from .emit import Emitted, held_by
 from .prepare import Prepared, calls_of, loss_at, ops_of
 from .realize import Call
-from .scratch_fit import _exact, _products, fit_scratch, samples
+from .scratch_fit import fit_scratch, interpolated, products, samples
 
 POINTS = 16
 """Sizes at which a loss is traced."""
@@ -58,8 +58,7 @@ def symbolic_step(emitted: Emitted, domain: Domain) -> SymbolicStep:
     measured = {name: Measured(fit.bytes) for name, fit in zip(calls, fitted, strict=True)}
     loss, targets = _fitted_loss(at, domain) if at.loss else (None, at.targets)
     step = replace(at, measured=measured, loss=loss, targets=targets, sizes={})
-    graph = step.lift(rewritten.joint, rewritten.border, measured_of(rewritten, step))
-    _, trace = held_by(graph, rewritten, step, emitted.protocol, emitted.extra, emitted.optimizer)
+    graph, _, trace = held_by(rewritten, step, emitted.protocol, emitted.extra, emitted.optimizer)
     origins = rewritten.origins()
     kernels = [calls.get(origins.get(op.name, op.name)) for op in graph.ops]
     if loss is not None:
@@ -104,7 +103,7 @@ def _fitted(
     known = [(point, int(size)) for point, size in zip(points, sizes, strict=True)]
     symbols = list(points[0])
     for degree in range(1, DEGREE + 1):
-        exact = _exact(_products(symbols, [degree] * len(symbols)), known)
+        exact = interpolated(products(symbols, [degree] * len(symbols)), known)
         if exact is not None:
             return exact
     raise UnsupportedGraphError(

@@ -4,7 +4,6 @@ The figures are those of fp32 parameters on the CPU; a temporary is what is held
 gradients and state at the peak of a late step.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,37 +17,23 @@ from remat.passes import measure_scratch, optimizer_trace, profile
 
 SIDE = 64
 COUNT = 2 * SIDE * SIDE
-Make = Callable[[Any], Optimizer]
-FOREACH: dict[str, tuple[Make, float]] = {
-    "SGD": (lambda p: torch.optim.SGD(p, foreach=True), 0),
-    "SGD momentum": (lambda p: torch.optim.SGD(p, momentum=0.9, foreach=True), 4),
-    "Adam": (lambda p: torch.optim.Adam(p, foreach=True), 8),
-    "AdamW": (lambda p: torch.optim.AdamW(p, foreach=True), 8),
-    "AdamW amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True, foreach=True), 12),
-    "Adagrad": (lambda p: torch.optim.Adagrad(p, foreach=True), 4),
-    "RMSprop": (lambda p: torch.optim.RMSprop(p, foreach=True), 4),
-    "Adadelta": (lambda p: torch.optim.Adadelta(p, foreach=True), 8),
-    "Adamax": (lambda p: torch.optim.Adamax(p, foreach=True), 8),
-    "NAdam": (lambda p: torch.optim.NAdam(p, foreach=True), 8),
-    "RAdam": (lambda p: torch.optim.RAdam(p, foreach=True), 8),
-    "Rprop": (lambda p: torch.optim.Rprop(p, foreach=True), 8),
-    "ASGD": (lambda p: torch.optim.ASGD(p, foreach=True), 4),
-}
-LOOP: dict[str, tuple[Make, float]] = {
-    "SGD loop": (lambda p: torch.optim.SGD(p, momentum=0.9, foreach=False), 4),
-    "AdamW loop": (lambda p: torch.optim.AdamW(p, foreach=False), 8),
-    "Adagrad loop": (lambda p: torch.optim.Adagrad(p, foreach=False), 4),
-    "Adadelta loop": (lambda p: torch.optim.Adadelta(p, foreach=False), 8),
-    "Adamax loop": (lambda p: torch.optim.Adamax(p, foreach=False), 8),
-    "NAdam loop": (lambda p: torch.optim.NAdam(p, foreach=False), 8),
-    "RAdam loop": (lambda p: torch.optim.RAdam(p, foreach=False), 8),
-    "RMSprop loop": (lambda p: torch.optim.RMSprop(p, foreach=False), 4),
-    "Rprop loop": (lambda p: torch.optim.Rprop(p, foreach=False), 8),
-    "ASGD loop": (lambda p: torch.optim.ASGD(p, foreach=False), 4),
-    "Muon": (torch.optim.Muon, 4),
-    "SGD fused": (lambda p: torch.optim.SGD(p, momentum=0.9, fused=True), 4),
-    "AdamW fused": (lambda p: torch.optim.AdamW(p, fused=True), 8),
-    "Adagrad fused": (lambda p: torch.optim.Adagrad(p, fused=True), 4),
+optim = torch.optim
+Case = tuple[type[Optimizer], dict[str, Any], float]
+"""Class, options, bytes of state a parameter."""
+FORMS: dict[str, Case] = {
+    "SGD": (optim.SGD, {}, 0),
+    "SGD momentum": (optim.SGD, {"momentum": 0.9}, 4),
+    "Adam": (optim.Adam, {}, 8),
+    "AdamW": (optim.AdamW, {}, 8),
+    "AdamW amsgrad": (optim.AdamW, {"amsgrad": True}, 12),
+    "Adagrad": (optim.Adagrad, {}, 4),
+    "RMSprop": (optim.RMSprop, {}, 4),
+    "Adadelta": (optim.Adadelta, {}, 8),
+    "Adamax": (optim.Adamax, {}, 8),
+    "NAdam": (optim.NAdam, {}, 8),
+    "RAdam": (optim.RAdam, {}, 8),
+    "Rprop": (optim.Rprop, {}, 8),
+    "ASGD": (optim.ASGD, {}, 4),
 }
 TEMPORARIES = {  # whole bytes a parameter of the foreach forms, as published for torch 2.13
     "SGD": 0,
@@ -64,14 +49,21 @@ TEMPORARIES = {  # whole bytes a parameter of the foreach forms, as published fo
     "RAdam": 4,
     "ASGD": 4,
 }
-ALL = {**FOREACH, **LOOP, "Adafactor": (torch.optim.Adafactor, 8 / SIDE)}
+FUSED = ("SGD momentum", "AdamW", "Adagrad")
+ALL: dict[str, Case] = {
+    **{name: (cls, {**options, "foreach": True}, s) for name, (cls, options, s) in FORMS.items()},
+    **{f"{n} loop": (cls, {**o, "foreach": False}, s) for n, (cls, o, s) in FORMS.items()},
+    **{f"{n} fused": (FORMS[n][0], {**FORMS[n][1], "fused": True}, FORMS[n][2]) for n in FUSED},
+    "Muon": (optim.Muon, {}, 4),
+    "Adafactor": (optim.Adafactor, {}, 8 / SIDE),
+}
 
 
 @pytest.mark.parametrize("name", list(ALL))
 def test_state_and_temporaries(name: str) -> None:
-    make, state = ALL[name]
+    cls, options, state = ALL[name]
     parameters = [nn.Parameter(torch.randn(SIDE, SIDE)) for _ in range(2)]
-    optimizer = make(parameters)
+    optimizer = cls(parameters, **options)
     trace = optimizer_trace(parameters, optimizer, scratch=measure_scratch)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
