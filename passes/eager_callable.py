@@ -14,6 +14,7 @@ Not handled: what `eager` does not handle; steps whose third run differs from th
 """
 
 import gc
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -34,6 +35,7 @@ from remat.ir.fake import fake_tensors
 from .eager import EagerStep, fakes, followed, kernels, running
 from .eager_follow import Follow
 from .eager_phases import label_state
+from .eager_stage import step_as_on_a_gpu
 
 Build = Callable[..., Callable[[], object]]
 
@@ -59,15 +61,17 @@ def callable_step(
     try:
         with fakes(cuda) as (follow, _):
             symbols, names = _symbols(follow, sizes)
-            follow.find_phase = _phase
-            hook = register_optimizer_step_pre_hook(_foreach if cuda else _nothing)
+            hook = register_optimizer_step_pre_hook(_as_on_a_gpu if cuda else _nothing)
             try:
                 with running(follow), kernels(cuda, symbolic=True):
-                    with follow.preparing():
+                    with follow.preparing(), warnings.catch_warnings():
+                        # Of copies of modules, which ask where a tensor's data lie.
+                        warnings.filterwarnings("ignore", "Accessing the data pointer")
                         step = build(**symbols)
                     _label(follow)
                     marks = [0]
                     for _ in range(2):
+                        follow.find_phase = _phases()
                         with autocast():
                             step()
                         _label(follow)
@@ -96,23 +100,27 @@ def _symbols(
     return {**sizes, **dict(zip(wanted, fake.shape, strict=True))}, names
 
 
-def _phase(now: Phase) -> Phase:
-    if graph_task_id() != -1:
-        return Phase.BACKWARD
-    if now is Phase.FORWARD or torch.is_grad_enabled():
-        return Phase.FORWARD
-    return Phase.OPTIMIZER
+def _phases() -> Callable[[Phase], Phase]:
+    """Tells the phase of each op of one step."""
+    backward_began = False
+
+    def find(now: Phase) -> Phase:
+        nonlocal backward_began
+        if graph_task_id() != -1:
+            backward_began = True
+            return Phase.BACKWARD
+        after = backward_began and not torch.is_grad_enabled()
+        return Phase.OPTIMIZER if after else Phase.FORWARD
+
+    return find
 
 
 def _nothing(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The CPU's optimizers are as they are."""
 
 
-def _foreach(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The default of optimizers on a GPU."""
-    for group in optimizer.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
+def _as_on_a_gpu(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    step_as_on_a_gpu(optimizer)
 
 
 def _label(follow: Follow) -> None:
@@ -133,5 +141,4 @@ def _label(follow: Follow) -> None:
 
 
 def _is_ours(follow: Follow, tensor: torch.Tensor) -> bool:
-    fake = tensor.data if isinstance(tensor, nn.Parameter) else tensor
-    return isinstance(fake, FakeTensor) and fake.fake_mode is follow.mode
+    return isinstance(tensor, FakeTensor) and tensor.fake_mode is follow.mode

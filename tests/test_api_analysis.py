@@ -307,6 +307,50 @@ def test_unknown_sizes_and_values_are_refused() -> None:
         remat.analyze(Branches(), (x.requires_grad_(),), loss_fn=mean_square, optimizer=None)
 
 
+def test_a_step_that_is_a_function() -> None:
+    """It copies modules, and other models are alive in the process."""
+    other = nn.Linear(16, 16)
+
+    def build(batch: int) -> Callable[[], None]:
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        x = torch.randn(batch, 8, 16)
+
+        def step() -> None:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    report = remat.analyze_step(build, {"batch": 4})
+    assert report.peak_at(step="steady") - report.resident_at() == measure_peak(build(4), warmup=2)
+    assert [phase.phase for phase in report.at().phases] == list(remat.ir.Phase)
+    assert report.at().phases[-1].by_role[remat.ir.Role.OPTIMIZER_STATE] > 0
+    assert other.weight.grad is None
+
+
+def test_sizes_that_must_be_equal_are_in_the_domain() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            result: Tensor = self.linear(x) + self.linear(y)
+            return result
+
+    report = remat.analyze(
+        Sum(),
+        (torch.randn(6, 4), torch.randn(6, 4)),
+        loss_fn=mean_square,
+        dynamic={"x": {0: "a"}, "y": {0: "b"}},
+    )
+    assert "Eq(" in " ".join(report.domain)
+    with pytest.raises(RuntimeError, match="size"):
+        report.peak_at(a=100, b=7)
+
+
 def test_a_tensor_in_the_loss_keeps_its_sizes() -> None:
     model, x = small()
     target = torch.randn(8, 64)
