@@ -106,6 +106,7 @@ def analyze(
         dynamic=automatic(model, args, kwargs) if dynamic is None else dynamic,
         cuda=target.cuda,
         autocast=_autocast(precision, target),
+        autocasts=bool(precision and precision.endswith("-mixed")),
         dtype=_TYPES.get(precision or ""),
     )
     regions = Regions(partial(follow_example, request), named_sizes(request), target)

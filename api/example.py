@@ -30,6 +30,8 @@ class StepRequest:
     cuda: bool
     """The kernels of a CUDA device."""
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    autocasts: bool = False
+    """That context casts."""
     dtype: torch.dtype | None = None
     """Floating-point tensors of model and arguments are taken to have this type."""
 

@@ -63,6 +63,8 @@ def _by_formula(
     seen: list[int] = []
     while guess not in seen:
         seen.append(guess)
+        if guess == 1:  # has a region of its own, whose formula is a number
+            break
         found = solve(peak_formula({**sizes, name: guess}), positive(name), others, budget)
         guess = min(MOST, max(1, found or 1))
     return guess

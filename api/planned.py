@@ -38,8 +38,11 @@ def plan_at(request: StepRequest, device: str, budget: int, sizes: Mapping[str, 
 
     Raises:
         InfeasibleBudgetError: no plan was found.
-        ValueError: the plan is for a device that is not at hand, and the model has data.
+        ValueError: the plan is for a device that is not at hand, and the model has data; or the step does
+            what no plan takes into account.
     """
+    if ignored := _not_planned(request):
+        raise ValueError(f"plans do not take {', '.join(ignored)} into account: analyze without")
     has_data = not any(is_fake(parameter) for parameter in request.model.parameters())
     if request.cuda and has_data and not any(p.is_cuda for p in request.model.parameters()):
         raise ValueError(
@@ -61,6 +64,18 @@ def plan_at(request: StepRequest, device: str, budget: int, sizes: Mapping[str, 
         cost_model="roofline" if has_data else device,
         time_limit_s=_SECONDS,
     )
+
+
+def _not_planned(request: StepRequest) -> list[str]:
+    """Options of the analysed step that a plan would leave out."""
+    loop = request.loop
+    options = {
+        "precision": request.dtype is not None or request.autocasts,
+        "clip_gradients": loop.clips_gradients,
+        "grad_scaler": loop.scales_loss,
+        "master_weights": loop.master_weights,
+    }
+    return [name for name, is_on in options.items() if is_on]
 
 
 def largest_planned(

@@ -68,11 +68,19 @@ def _scaled(size: int | torch.SymInt, factor: float) -> int | torch.SymInt:
 
 def eager_kernels() -> AbstractContextManager[None]:
     """Trace the ops above as eager runs them."""
-    upsampling: dict[OpOverload, Callable[..., Any] | None] = {
+    return python_kernels({torch.ops.aten.dropout.default: _dropout, **_upsampling_kernels()})
+
+
+def own_kernels() -> AbstractContextManager[None]:
+    """Let the ops above run their own kernels, for a run on symbolic sizes that no graph is made of."""
+    return python_kernels({torch.ops.aten.dropout.default: None, **_upsampling_kernels()})
+
+
+def _upsampling_kernels() -> dict[OpOverload, Callable[..., Any] | None]:
+    return {
         op: _with_sizes(op.overloadpacket) if op._overloadname == "vec" else None
         for op in _upsampling()
     }
-    return python_kernels({torch.ops.aten.dropout.default: _dropout, **upsampling})
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ from remat.ir._torch import (
 from remat.ir.capture import argument_names
 from remat.ir.device_kernels import cuda_kernels
 from remat.ir.domain import Domain, Fixed, Sizes, fixed_sizes, noted_domain
-from remat.ir.eager_kernels import eager_kernels
+from remat.ir.eager_kernels import own_kernels
 from remat.ir.fake import Dynamic, fake_tensors, sizes_of
 from remat.ir.structure import put_tensors, take_tensors
 from remat.ir.symbols import Names
@@ -287,7 +287,7 @@ def kernels(cuda: bool, symbolic: bool) -> Iterator[None]:
     if not (cuda or symbolic):
         yield
         return
-    with enable_python_dispatcher(), eager_kernels(), cuda_kernels() if cuda else nullcontext():
+    with enable_python_dispatcher(), own_kernels(), cuda_kernels() if cuda else nullcontext():
         yield
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from remat.ir import Role
+from remat.ir import Role, UnsupportedGraphError
 from remat.ir._torch import FakeTensorMode
 
 from .eager_follow import Follow
@@ -86,6 +86,14 @@ class Stage:
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """A copy of `optimizer` over the stand-ins of its parameters, with its present state."""
+        inner = next(
+            (n for n, v in vars(optimizer).items() if isinstance(v, torch.optim.Optimizer)), ""
+        )
+        if inner:  # a copy of the outer one would step the real inner one
+            raise UnsupportedGraphError(
+                f"the {type(optimizer).__name__} steps another optimizer, its attribute {inner!r}. Give "
+                "that one instead."
+            )
         twin = object.__new__(type(optimizer))
         twin.__dict__.update(optimizer.__dict__)
         twin.__dict__.pop("step", None)  # learning rate schedulers wrap it, bound to the original

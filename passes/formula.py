@@ -139,6 +139,10 @@ class _Space:
         total = self.ring.zero
         for powers, coefficient in element.terms():
             term = self.ring.from_dict({powers: coefficient})
+            if sum(power > 0 for power in powers[count:]) > 1:
+                return (
+                    None  # a product of bounds, which may be negative, is no bound of the product
+                )
             for i, power in enumerate(powers[count : len(self.generators)], count):
                 if not power:
                     continue

@@ -359,3 +359,51 @@ def test_a_tensor_in_the_loss_keeps_its_sizes() -> None:
     )
     assert not report.peak.free_symbols
     assert report.peak_at() == int(report.peak)
+
+
+def test_dropout_holds_as_much_with_symbols_as_without() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(self.linear(x), 0.1).mean((1, 2))
+
+    model, x = Drops(), torch.randn(4, 64, 32)
+    fixed, symbolic = (
+        remat.analyze(model, (x,), loss_fn=torch.sum, optimizer="SGD", dynamic=dynamic)
+        for dynamic in ({}, {"x": {0: "batch"}})
+    )
+    assert fixed.peak_at() == symbolic.peak_at(batch=4)
+
+
+def test_an_optimizer_around_another_is_refused_and_left_alone() -> None:
+    class Outer(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            super().__init__(base.param_groups, {})
+            self.base = base
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.base.step()
+
+    model, x = small()
+    base = torch.optim.AdamW(model.parameters())
+    mean_square(model(x)).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(UnsupportedGraphError, match="'base'"):
+        remat.analyze(model, (x,), loss_fn=mean_square, optimizer=Outer(base))
+    assert not base.state
+
+
+def test_below_the_smallest_nothing_fits() -> None:
+    model, x = small()
+    report = remat.analyze(model, (x,), loss_fn=mean_square, optimizer="AdamW")
+    assert report.largest("batch", "10kB") == 0
+    assert "does not fit" in report.diagnosis("10kB")
+
+
+def test_plans_refuse_what_they_do_not_take_into_account() -> None:
+    model, x = small()
+    report = remat.analyze(model, (x,), loss_fn=mean_square, optimizer="AdamW", precision="bf16")
+    with pytest.raises(ValueError, match="precision"):
+        report.frontier(2)

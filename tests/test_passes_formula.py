@@ -123,3 +123,18 @@ def test_larger_limits_never_give_less() -> None:
     peak = sympy.Max(1000 + 8 * S, 12 * S**2, 30 * sympy.ceiling(S / 3))
     found = [largest(peak, S, {}, limit) or 0 for limit in range(900, 40_000, 700)]
     assert all(a <= b for a, b in pairwise(found))
+
+
+def test_products_of_floors_prove_nothing() -> None:
+    """Where both are 0, a product of their lower bounds would be above the product."""
+    n, m, k = (sympy.Symbol(name, positive=True, integer=True) for name in "nmk")
+    area = sympy.floor(n / 4) * sympy.floor(m / 4)
+    sizes = (
+        100 * k * n * m + 9 * n + 9 * m,
+        100 * k * n * m + k * (16 * area + 3 * (n - 1) + 3 * (m - 1)),
+        100 * k * n * m + 9 * k,
+    )
+    instants = tuple(Instant(f"op_{i}", "aten.op", Phase.FORWARD, s) for i, s in enumerate(sizes))
+    trace = Trace(instants, ())
+    at = {n: 2, m: 2, k: 100}
+    assert int(formula(trace).peak.subs(at)) == profile(trace, at).peak
