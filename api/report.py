@@ -28,8 +28,8 @@ from . import report_text
 from .budget import budget_bytes
 from .diagnosis import diagnose
 from .example import StepRequest
+from .frontier import FrontierPoint, frontier, largest_planned
 from .largest import largest_fit
-from .planned import FrontierPoint, frontier, largest_planned
 from .regions import Regions, Step
 
 

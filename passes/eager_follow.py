@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat import ir
 from remat.ir import Block, Instant, Phase, Role, Trace, UnsupportedGraphError
 from remat.ir._torch import (
     FakeTensor,
@@ -44,6 +45,8 @@ from .realize import Call, described, flat_tensors, leaves, renamed
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
+_KERNELS = str(Path(ir.__file__).parent)
+"""Where kernels stand that run in the place of torch's."""
 LATE_STEP = 1000
 """A step count of an optimizer well after its warm-up."""
 
@@ -357,7 +360,7 @@ def _user_line() -> str:
         filename = frame.f_code.co_filename
         if filename.startswith(_OURS):
             return ""
-        if not filename.startswith((_TORCH, "<")):
+        if not filename.startswith((_TORCH, _KERNELS, "<")):
             return f"{Path(filename).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

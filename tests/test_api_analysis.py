@@ -407,3 +407,12 @@ def test_plans_refuse_what_they_do_not_take_into_account() -> None:
     report = remat.analyze(model, (x,), loss_fn=mean_square, optimizer="AdamW", precision="bf16")
     with pytest.raises(ValueError, match="precision"):
         report.frontier(2)
+
+
+def test_source_lines_are_the_users() -> None:
+    model, x = small()
+    report = remat.analyze(
+        nn.Sequential(model, nn.Dropout(0.5)), (x,), loss_fn=mean_square, device="a100-80gb"
+    )
+    found = {holder.source for phase in report.at().phases for holder in phase.holders}
+    assert not any("kernels" in source for source in found)
