@@ -2,8 +2,9 @@
 
 Exact, whether or not the expression is monotone. A member of the `Max` that is a polynomial p crosses the
 limit at real roots of p - limit only; so the largest n that fits is the greatest value looked at, or lies
-next to a root. `floor` and `ceiling` are bracketed by their bounds: below the largest n by the upper
-bound everything is decided, above the largest n by the lower bound nothing fits, and between all are tried.
+next to a root. `floor`, `ceiling`, `Mod` and an inner `Max` are bracketed by their bounds: the largest n by
+the upper bound fits, above the largest n by the lower bound nothing does, and between all are tried
+(beyond `_SCAN` of them, they are bisected as if the expression were monotone there).
 """
 
 from bisect import bisect_left
@@ -16,6 +17,7 @@ from .formula import terms_of
 MOST = 10**9
 """No larger value is looked at."""
 _SCAN = 100_000
+_STEPS = (sympy.floor, sympy.ceiling, sympy.Max, sympy.Mod)
 
 
 def largest(
@@ -102,10 +104,15 @@ def _without_steps(term: sympy.Expr, *, upper: bool) -> sympy.Expr:
 def _bound(base: sympy.Expr, upper: bool) -> sympy.Expr:
     if isinstance(base, sympy.ceiling):
         return _bound_inside(base.args[0], upper) + (1 if upper else 0)
+    if isinstance(base, sympy.Max):  # sizes are not negative
+        bounds = [_bound_inside(arg, upper) for arg in base.args]
+        return sympy.Add(*bounds) if upper else bounds[-1]
+    if isinstance(base, sympy.Mod):
+        return _bound_inside(base.args[1], upper) if upper else sympy.S.Zero
     if isinstance(base, sympy.floor):
         return _bound_inside(base.args[0], upper) - (0 if upper else 1)
     return base
 
 
 def _bound_inside(expr: sympy.Expr, upper: bool) -> sympy.Expr:
-    return _without_steps(expr, upper=upper) if expr.has(sympy.floor, sympy.ceiling) else expr
+    return _without_steps(expr, upper=upper) if expr.has(*_STEPS) else expr

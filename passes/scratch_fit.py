@@ -2,10 +2,11 @@
 
 Definition. For one call with symbolic sizes let m_1 .. m_k be the products of symbols that divide the
 least common multiple of the products in its operands' sizes (also with every symbol once more). The
-scratch of the call is a combination of m_1 .. m_k with rational coefficients if one exists that equals
-the measured bytes at all sampled bindings, of which there are at least `SPARE` more than coefficients. If
-there is none (a kernel that takes another path at some sizes, or rounds), it is the least multiple of
-the largest m that is not below any sample: a *reserve*.
+scratch of the call is a combination of m_1 .. m_k with rational coefficients, or the larger of one and a
+constant, if one exists that equals the measured bytes at all sampled bindings, of which there are at
+least `SPARE` more than coefficients. If there is none (a kernel that takes another path at some sizes, or
+rounds), it is a *reserve*, not below any sample: the combination that equals all but the least samples, or
+else the least multiple of the largest m.
 
 Samples lie around the example. Nothing is proven beyond them: kernels may change their ways at other
 sizes, so whoever needs exact bytes at one binding measures there (`measure_scratch`).
@@ -101,7 +102,8 @@ def _scattered(indices: tuple[int, ...]) -> tuple[int, int]:
 
 def _values(example: int) -> list[int]:
     if example <= _SMALL:
-        near = [example + 1, example + 3, 2 * example, 3 * example + 1, 4 * example, 2, 3, 5]
+        near = [example + 1, example + 3, 2 * example, 3 * example + 1, 4 * example]
+        near += [2, 3, 5, 7, 11, 13]
     else:
         near = [example - 1, example // 2, example // 2 + 3, example // 3, example // 4 + 1]
     return list(dict.fromkeys([example, *(value for value in near if value > 1)]))
@@ -142,11 +144,21 @@ def _fit(
         return FittedScratch(sympy.S.Zero, Origin.UNKNOWN)
     symbols = sorted(_free(call), key=str)
     top = _top(call, symbols)
-    for extra in (0, 1):
-        basis = products(symbols, [degree + extra for degree in top])
+    bases = [products(symbols, [degree + extra for degree in top]) for extra in (0, 1)]
+    for basis in bases:
         exact = interpolated(basis, known)
         if exact is not None:
             return FittedScratch(exact, Origin.FITTED)
+    least = min(size for _, size in known)
+    for basis in bases:
+        rest = interpolated(basis, [each for each in known if each[1] > least])
+        if rest is None:
+            continue
+        below = [at_binding(rest, point) for point, size in known if size == least]
+        if max(below) <= least:
+            return FittedScratch(sympy.Max(least, rest), Origin.FITTED)
+        if min(below) >= least:
+            return FittedScratch(rest, Origin.RESERVED)
     largest = products(symbols, top)[-1]
     factor = max(ceil(Fraction(size, at_binding(largest, point))) for point, size in known)
     return FittedScratch(factor * largest, Origin.RESERVED)

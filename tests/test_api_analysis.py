@@ -17,6 +17,8 @@ Optimizers = Callable[[Any], torch.optim.Optimizer]
 ADAMW: Optimizers = torch.optim.AdamW
 MOMENTUM: Optimizers = lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)  # noqa: E731
 TEXT = {0: "batch", 1: "seq"}
+BATCH_NORM = {"aten._native_batch_norm_legit.default", "aten.native_batch_norm.default"}
+"""Takes a constant, which is less if the batch has no more rows than there are threads."""
 DYNAMIC: Mapping[str, Mapping[str, Mapping[int, str]]] = {
     "gpt2": {"input_ids": TEXT, "labels": TEXT},
     "bert": {"input_ids": TEXT, "labels": TEXT, "attention_mask": TEXT},
@@ -105,11 +107,11 @@ def test_peaks_are_those_of_the_allocator(name: str, make: Optimizers) -> None:
         assert first.peak - first.resident == measured(case, make, sizes, first=True)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mlp"])
-def test_the_formula_is_the_exact_figure_in_its_domain(name: str) -> None:
+@pytest.mark.parametrize(("name", "reserved"), [("gpt2", set()), ("mlp", BATCH_NORM)])
+def test_the_formula_is_the_exact_figure_in_its_domain(name: str, reserved: set[str]) -> None:
     case = zoo.build(name)
     report = analysed(case, ADAMW(case.model.parameters()))
-    assert not report.scratch.reserved
+    assert set(report.scratch.reserved) <= reserved
     assert not report.scratch.unknown
     for sizes in other_sizes(report.sizes, 4):
         symbols = {sympy.Symbol(n, positive=True, integer=True): v for n, v in sizes.items()}

@@ -100,6 +100,20 @@ def test_the_largest_is_that_of_a_scan(
     assert largest(peak, S, {}, limit) == (numbers[-1] if numbers else None)
 
 
+@pytest.mark.parametrize(
+    ("peak", "limit", "found"),
+    [
+        (8 * S + sympy.Max(1024, 256 * S), 5000, 18),
+        (8 * S + sympy.Max(1024, 256 * S), 1040, 2),
+        (100 * S + sympy.Mod(3 * S, 4), 1000, 9),
+        (sympy.Max(1, sympy.floor(S / 2 - 1) + 1) * 64, 640, 21),
+    ],
+)
+def test_the_largest_within_steps(peak: sympy.Expr, limit: int, found: int) -> None:
+    assert largest(peak, S, {}, limit) == found
+    assert peak.subs(S, found) <= limit < peak.subs(S, found + 1)
+
+
 def test_what_does_not_depend_on_a_size_has_no_largest() -> None:
     with pytest.raises(ValueError, match="does not depend"):
         largest(8 * B, S, {B: 2}, 100)
