@@ -262,6 +262,7 @@ def test_a_size_of_one_and_a_sliced_batch_get_plans_of_their_own() -> None:
     assert not model.remat.stats.fallbacks
 
 
+@pytest.mark.slow
 def test_the_model_as_it_is_runs_while_its_formula_is_under_the_budget() -> None:
     x, peak = torch.randn(4, 16, 16), loose(4, 16).peak_bytes
     model: Any = optimize_checkpoints(net(), f"{peak}B", (x,), **TRAIN)

@@ -49,8 +49,15 @@ def clean(model: nn.Module, count: int, order: str) -> None:
 ORDERS = ("first in", "last in", "summed")
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("room", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("room", "count"),
+    [
+        (0.0, 3),
+        (0.5, 2),
+        pytest.param(0.0, 2, marks=pytest.mark.slow),
+        pytest.param(0.5, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_the_budget_holds_with_several_forwards_outstanding(count: int, room: float) -> None:
     protocol = StepProtocol(forwards_outstanding=count)
     ample = optimized(make(wide), STEP, HUGE, protocol=protocol, **OPTIONS).remat.plan
@@ -68,7 +75,9 @@ def test_the_budget_holds_with_several_forwards_outstanding(count: int, room: fl
     assert resident + measure_peak(partial(clean, make(wide), count, "first in")) > budget
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order", [pytest.param(o, marks=[pytest.mark.slow] * (o != "last in")) for o in ORDERS]
+)
 def test_the_budget_holds_when_their_gradients_are_accumulated(order: str) -> None:
     protocol = StepProtocol(forwards_outstanding=2, gradients_resident=True)
     model = optimized(make(wide), STEP, protocol=protocol, **OPTIONS)

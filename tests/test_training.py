@@ -60,7 +60,7 @@ def train_under_budgets(
 
 
 # One of each kind by default: these have a like in the list.
-LIKE_OTHERS = ("bert", "llama", "transformer", "unet2d", "whisper")
+LIKE_OTHERS = ("bert", "llama", "transformer", "unet2d", "vae", "whisper")
 
 
 @pytest.mark.parametrize(
