@@ -2,10 +2,11 @@
 
 Definition. Bytes at an instant are a polynomial in the symbols (positive integers) and in *atoms*: what is
 no polynomial, such as ``floor(height/2)``. B *dominates* A if B - A >= 0 for all values. It is proven if all
-coefficients of B - A, written in x - 1 for every symbol x, are nonnegative; atoms count as
-nonnegative, or are replaced by their bounds (e <= ceiling(e) <= e + 1, e - 1 <= floor(e) <= e). An instant
-is left out if another dominates it, or if a mixture of two or three others does: A <= t B + (1 - t) C implies
-A <= Max(B, C).
+coefficients of B - A, written in x - 1 for every symbol x and in a - m for every atom a never below m, are
+nonnegative; or if they are after atoms are replaced by their bounds (e <= ceiling(e) <= e + 1,
+e - 1 <= floor(e) <= e). An instant is left out if another dominates it, or if a mixture of two or three
+others does: A <= t B + (1 - t) C implies A <= Max(B, C). Coefficients of atoms of which no m is known must
+be equal.
 
 So the `Max` of what is left equals the peak for all positive values. Not used: most mixtures of three
 and more, and conditions on the symbols (divisibility, ranges), which could prove more.
@@ -15,12 +16,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
+from typing import Any
 
 import sympy
 from sympy.polys.domains import QQ
 from sympy.polys.rings import PolyElement, ring
 
 from remat.ir import Phase, Trace
+
+from .formula_bounds import atoms_of, lower_bound
 
 _PARTS = (QQ(1, 1024), QQ(1, 128), QQ(1, 16), QQ(1, 2))
 """Parts of the third term in a mixture of three."""
@@ -85,11 +89,11 @@ def _sizes(trace: Trace) -> list[sympy.Expr]:
 
 
 class _Space:
-    """Polynomials in which sizes are added: in x - 1 for every symbol x, and in the atoms."""
+    """Polynomials in which sizes are added, in x - 1 for every symbol x and in a - m for every atom a."""
 
     def __init__(self, sizes: Sequence[sympy.Expr]) -> None:
         free = [size for size in sizes if not size.is_Integer]
-        atoms = {atom for size in free for atom in _atoms(size)}
+        atoms = {atom for size in free for atom in atoms_of(size)}
         inner = {s for atom in atoms for s in atom.free_symbols}
         symbols = {s for size in free for s in size.free_symbols} | inner
         self.symbols = sorted(symbols, key=str)
@@ -100,8 +104,13 @@ class _Space:
         self._index = {generator: i for i, generator in enumerate(self.generators)}
         self._known: dict[sympy.Expr, PolyElement] = {}
         self.zero = self.ring.zero
-        for i in range(len(self.symbols)):
-            self._variables[i] += 1
+        known = [lower_bound(generator) for generator in self.generators]
+        self.unsigned = [i for i, bound in enumerate(known) if bound is None]
+        """Generators that may be negative."""
+        self.offsets = [QQ(int(b.p), int(b.q)) if b is not None else QQ(0) for b in known]
+        """Generator less this is what a variable of the ring stands for."""
+        for i, offset in enumerate(self.offsets):
+            self._variables[i] += offset
 
     def element(self, size: sympy.Expr) -> PolyElement:
         """A size as a polynomial."""
@@ -123,13 +132,11 @@ class _Space:
 
     def expression(self, element: PolyElement) -> sympy.Expr:
         """The sympy form of a polynomial."""
-        count = len(self.symbols)
-        bases = [symbol - 1 for symbol in self.symbols] + self.generators[count:]
+        bases = [g - _number(m) for g, m in zip(self.generators, self.offsets, strict=True)]
         products = []
         for powers, coefficient in element.terms():
             factors = (base**power for base, power in zip(bases, powers, strict=False))
-            number = sympy.Rational(int(coefficient.numerator), int(coefficient.denominator))
-            products.append(sympy.Mul(number, *factors))
+            products.append(sympy.Mul(_number(coefficient), *factors))
         return sympy.expand(sympy.Add(*products))
 
     def lowest(self, element: PolyElement) -> PolyElement | None:
@@ -148,31 +155,43 @@ class _Space:
                     continue
                 if power > 1:
                     return None
-                bound = self._bound(self.generators[i], upper=coefficient < 0)
+                bound = self._bound(i, upper=coefficient < 0)
                 if bound is None:
                     return None
                 term = term.quo(generators[i]) * bound
             total += term
         return total
 
-    def _bound(self, atom: sympy.Expr, *, upper: bool) -> PolyElement | None:
-        if not isinstance(atom, sympy.ceiling | sympy.floor) or _atoms(atom.args[0]):
-            return self.ring.zero if not upper else None
-        inside = self._converted(atom.args[0])
+    def _bound(self, i: int, *, upper: bool) -> PolyElement | None:
+        """A bound without atoms of a generator less its offset."""
+        atom = self.generators[i]
+        if not isinstance(atom, sympy.ceiling | sympy.floor) or atoms_of(atom.args[0]):
+            return self.ring.zero if not upper and i not in self.unsigned else None
+        inside = self._converted(atom.args[0]) - self.offsets[i]
         if isinstance(atom, sympy.ceiling):
             return inside + 1 if upper else inside
         return inside if upper else inside - 1
 
     def dominates(self, high: PolyElement, low: PolyElement) -> bool:
         """Whether ``high >= low`` is proven for all positive values."""
-        if all(high.get(powers, 0) >= coefficient for powers, coefficient in low.items()) and all(
-            powers in low or coefficient > 0 for powers, coefficient in high.items()
-        ):
+        if self._at_least(high, low):
             return True
         if len(self.generators) == len(self.symbols):
             return False
         bounded = self.lowest(high - low)
-        return bounded is not None and all(coefficient >= 0 for coefficient in bounded.coeffs())
+        return bounded is not None and self._at_least(bounded, self.zero)
+
+    def _at_least(self, high: PolyElement, low: PolyElement) -> bool:
+        """Whether no coefficient of ``high - low`` is negative, or is one of what may be negative."""
+        for powers in (*low, *(powers for powers in high if powers not in low)):
+            more, less = high.get(powers, 0), low.get(powers, 0)
+            if more < less or (more != less and self.has_unsigned(powers)):
+                return False
+        return True
+
+    def has_unsigned(self, powers: tuple[int, ...]) -> bool:
+        """Whether a monomial may be negative."""
+        return any(powers[i] for i in self.unsigned)
 
     def samples(self) -> list[list[float]]:
         """Points that show which terms can be largest: all symbols from small to large, in turn."""
@@ -183,19 +202,13 @@ class _Space:
         points = []
         for values in choices:
             binding = dict(zip(self.symbols, values, strict=True))
-            atoms = [float(atom.subs(binding)) for atom in self.generators[count:]]
-            points.append([value - 1.0 for value in values] + atoms + [0.0])
+            at = [float(each.subs(binding)) for each in self.generators]
+            points.append([v - float(m) for v, m in zip(at, self.offsets, strict=True)] + [0.0])
         return points
 
 
-def _atoms(size: sympy.Expr) -> set[sympy.Expr]:
-    """Factors of the terms that are no powers of symbols."""
-    return {
-        base
-        for monomial in sympy.expand(size).as_coefficients_dict()
-        for base in monomial.as_powers_dict()
-        if base != 1 and not base.is_Symbol
-    }
+def _number(value: Any) -> sympy.Rational:
+    return sympy.Rational(int(value.numerator), int(value.denominator))
 
 
 def _undominated(space: _Space, elements: Sequence[PolyElement]) -> list[PolyElement]:
@@ -204,11 +217,11 @@ def _undominated(space: _Space, elements: Sequence[PolyElement]) -> list[PolyEle
     kept = _largest_somewhere(space, elements)
     for each in elements:
         if each not in kept and not any(space.dominates(other, each) for other in kept):
-            if not _mixture(each, kept):
+            if not _mixture(space, each, kept):
                 kept = [other for other in kept if not space.dominates(each, other)] + [each]
     for each in sorted(kept, key=lambda e: -order[e]):
         others = [other for other in kept if other != each]
-        if _mixture(each, others) or _mixture_of_three(each, others):
+        if _mixture(space, each, others) or _mixture_of_three(space, each, others):
             kept = others
     return sorted(kept, key=order.__getitem__)
 
@@ -229,23 +242,23 @@ def _largest_somewhere(space: _Space, elements: Sequence[PolyElement]) -> list[P
     return list(found)
 
 
-def _mixture(low: PolyElement, others: Sequence[PolyElement]) -> bool:
+def _mixture(space: _Space, low: PolyElement, others: Sequence[PolyElement]) -> bool:
     """Whether a mixture of two of `others` has no coefficient below that of `low`."""
-    return any(_between(low, b, c) for b, c in combinations(others, 2))
+    return any(_between(space, low, b, c) for b, c in combinations(others, 2))
 
 
-def _mixture_of_three(low: PolyElement, others: Sequence[PolyElement]) -> bool:
+def _mixture_of_three(space: _Space, low: PolyElement, others: Sequence[PolyElement]) -> bool:
     """The same for three, with one of some parts for the third."""
     for third in others:
         rest = [other for other in others if other != third]
         for part in _PARTS:
             mixed = [other * (1 - part) + third * part for other in rest]
-            if _mixture(low, mixed):
+            if _mixture(space, low, mixed):
                 return True
     return False
 
 
-def _between(low: PolyElement, b: PolyElement, c: PolyElement) -> bool:
+def _between(space: _Space, low: PolyElement, b: PolyElement, c: PolyElement) -> bool:
     """Whether some t in [0, 1] has all coefficients of ``t b + (1 - t) c - low`` nonnegative."""
     zero = QQ(0)
     least, most = zero, QQ(1)
@@ -253,6 +266,8 @@ def _between(low: PolyElement, b: PolyElement, c: PolyElement) -> bool:
         at_c = c.get(powers, zero)
         slope = b.get(powers, zero) - at_c
         missing = low.get(powers, zero) - at_c
+        if (slope or missing) and space.has_unsigned(powers):
+            return False
         if slope > 0:
             least = max(least, missing / slope)
         elif slope < 0:

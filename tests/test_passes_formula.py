@@ -14,7 +14,9 @@ from remat.passes.formula_solve import largest
 from remat.passes.formula_text import gathered, to_latex, to_text
 
 B, S = (sympy.Symbol(name, positive=True, integer=True) for name in ("batch", "seq"))
-ATOMS = (sympy.ceiling(B * S / 3), sympy.floor(S / 2), sympy.ceiling(B / 2) * S)
+NEGATIVE = (sympy.floor((S - 9) / 2), 7 * B * sympy.floor((20 - S) / 3), sympy.floor(B / 2) - 1)
+"""No sizes of memory where they are negative, but a term that holds one must not be left out for it."""
+ATOMS = (sympy.ceiling(B * S / 3), sympy.floor(S / 2), sympy.ceiling(B / 2) * S, *NEGATIVE)
 
 
 @st.composite
@@ -54,6 +56,15 @@ def test_it_equals_the_profile(
         assert int(found.resident.subs(at)) == there.resident
     for term in found.terms:
         assert int(term.expr.subs(binding)) == profile(trace, binding).bytes[term.instant]
+
+
+def test_an_atom_may_be_negative() -> None:
+    """Near 5 the constant is the largest: elsewhere, and where terms are sampled, another one is."""
+    sizes = (sympy.Integer(1000), 1000 + sympy.floor((S - 9) / 2), 1020 - 5 * S)
+    instants = tuple(Instant(f"op_{i}", "aten.op", Phase.FORWARD, x) for i, x in enumerate(sizes))
+    found = formula(Trace(instants, ()))
+    for size in range(1, 40):
+        assert found.peak.subs(S, size) == max(x.subs(S, size) for x in sizes)
 
 
 def test_layers_alike_need_few_terms() -> None:
