@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,7 +22,7 @@ from remat.passes.loop import Loop
 from .budget import device_memory
 from .example import StepRequest, automatic, follow_example, named_sizes
 from .optimizers import find_optimizer
-from .options import check_example, check_loss, device_of
+from .options import check_dynamic, check_example, check_loss, device_of
 from .regions import Regions, Target
 from .report import MemoryReport
 from .report_formulas import make_report
@@ -46,6 +47,7 @@ def analyze(
     clip_gradients: bool = False,
     grad_scaler: bool = False,
     master_weights: bool = False,
+    overheads: DeviceOverheads | None = None,
 ) -> MemoryReport:
     """How much memory a training step takes, when, and for what: as formulas and at sizes.
 
@@ -72,6 +74,8 @@ def analyze(
         clip_gradients: `clip_grad_norm_` before the optimizer step.
         grad_scaler: a `GradScaler` scales the loss, and gradients are divided before the step.
         master_weights: the optimizer steps on float32 copies of the parameters.
+        overheads: workspaces, context and communicators on the GPU; without it what is known of the device,
+            `remat.passes.device_memory.overheads_for`.
 
     Raises:
         UnsupportedGraphError: the step depends on values of tensors that are not known.
@@ -82,11 +86,19 @@ def analyze(
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     check_example(example_args)
     check_loss(loss_fn)
+    if dynamic is not None:
+        check_dynamic(dynamic, model)
     args, kwargs = tuple(example_args), dict(example_kwargs or {})
     _check_arguments(model, args, kwargs)
     if accumulation_steps < 1:
         raise ValueError(f"accumulation_steps must be at least 1, not {accumulation_steps}")
-    target, overheads, memory = _target(device_of(model), device)
+    if not model.training:
+        warnings.warn(
+            "remat: the model is in evaluation mode, and that is what the report describes: no dropout, "
+            "statistics of normalisation as they are. model.train() is what a training step runs in.",
+            stacklevel=2,
+        )
+    target, memory = _target(device_of(model), device, overheads)
     assumed = find_optimizer(model, optimizer)
     _check_steps(assumed.instance)
     request = StepRequest(
@@ -117,7 +129,6 @@ def analyze(
         model=type(model).__name__,
         precision=precision or "as it is",
         optimizer=assumed.how,
-        overheads=overheads,
         device_memory=memory,
     )
 
@@ -127,6 +138,7 @@ def analyze_step(
     sizes: Mapping[str, int],
     *,
     device: str = "cpu",
+    overheads: DeviceOverheads | None = None,
 ) -> MemoryReport:
     """The memory of any training step that is a Python function; see `analyze`.
 
@@ -137,12 +149,13 @@ def analyze_step(
             device's. Sizes above 1 come as symbols (`torch.SymInt`), which serve as shapes.
         sizes: example value of every size.
         device: see `analyze`.
+        overheads: see `analyze`.
 
     Raises:
         UnsupportedGraphError: the step depends on values of tensors.
         ValueError: no such device.
     """
-    target, overheads, memory = _target(torch.device("cpu"), device)
+    target, memory = _target(torch.device("cpu"), device, overheads)
     follow = partial(callable_step, build, cuda=target.cuda, autocast=_autocast(None, target))
     return make_report(
         Regions(follow, dict(sizes), target),
@@ -151,7 +164,6 @@ def analyze_step(
         model=getattr(build, "__name__", "step"),
         precision="as it is",
         optimizer="that of the step",
-        overheads=overheads,
         device_memory=memory,
     )
 
@@ -180,19 +192,18 @@ def _check_steps(optimizer: Optimizer | None) -> None:
         )
 
 
-def _target(here: torch.device, wanted: str | None) -> tuple[Target, DeviceOverheads | None, int]:
-    """Where the step runs; what else is on that device; its memory, bytes."""
+def _target(
+    here: torch.device, wanted: str | None, overheads: DeviceOverheads | None
+) -> tuple[Target, int]:
+    """Where the step runs, and the memory of that device, bytes."""
     if wanted is None and here.type == "cuda":
         name = torch.cuda.get_device_name(here)
-        overheads = overheads_for(name)
-        target = Target(name, True, True, overheads.cublas_workspace)
-        return target, overheads, device_memory(here)
+        return Target(name, True, True, overheads or overheads_for(name)), device_memory(here)
     if wanted in (None, "cpu"):
-        return Target("cpu", False, True), None, device_memory(torch.device("cpu"))
+        return Target("cpu", False, True), device_memory(torch.device("cpu"))
     found = known_device(wanted)
-    overheads = overheads_for(found.name)
-    target = Target(found.name, True, False, overheads.cublas_workspace, cuda_scratch)
-    return target, overheads, found.memory_bytes
+    beside = overheads or overheads_for(found.name)
+    return Target(found.name, True, False, beside, cuda_scratch), found.memory_bytes
 
 
 def _autocast(precision: str | None, target: Target) -> Callable[[], AbstractContextManager[None]]:

@@ -75,28 +75,37 @@ def check(options: Options, model: nn.Module) -> None:
     options.budget_bytes(model)
     check_loss(options.loss_fn)
     _check_optimizer(options.optimizer, model)
-    _check_dynamic(options, model)
+    if options.on_new_size not in ("replan", "refuse"):
+        raise ValueError(f"on_new_size is 'replan' or 'refuse', not {options.on_new_size!r}")
+    if options.dynamic is not None:
+        check_dynamic(options.dynamic, model)
+        if not any(options.dynamic.values()):
+            raise ValueError(f"dynamic names at least one dimension: {_DYNAMIC}")
     if options.cost_model not in ("roofline", "timed"):
         device(options.cost_model)
     if options.limits.time_s <= 0 or options.limits.gap < 0:
         raise ValueError("time_limit_s must be above zero and gap must not be below it")
 
 
-def _check_dynamic(options: Options, model: nn.Module) -> None:
-    if options.on_new_size not in ("replan", "refuse"):
-        raise ValueError(f"on_new_size is 'replan' or 'refuse', not {options.on_new_size!r}")
-    dynamic, example = options.dynamic, '{"input_ids": {0: "batch", 1: "seq"}}'
-    if dynamic is None:
-        return
+_DYNAMIC = '{"input_ids": {0: "batch", 1: "seq"}}'
+
+
+def check_dynamic(dynamic: object, model: nn.Module) -> None:
+    """Raise for names of sizes that cannot be meant.
+
+    Raises:
+        TypeError: no mapping of mappings.
+        ValueError: a dimension that is no number from 0, no name, an argument that the model does not have.
+    """
     if not isinstance(dynamic, Mapping) or not all(
-        isinstance(v, Mapping) for v in dynamic.values()
+        isinstance(dims, Mapping) for dims in dynamic.values()
     ):
-        raise TypeError(f"dynamic maps arguments to names of their dimensions: {example}")
+        raise TypeError(f"dynamic maps arguments to names of their dimensions: {_DYNAMIC}")
     named = [(dim, name) for dims in dynamic.values() for dim, name in dims.items()]
-    if not named or not all(type(dim) is int and dim >= 0 for dim, _ in named):
-        raise ValueError(f"dynamic names at least one dimension, counted from 0: {example}")
+    if not all(type(dim) is int and dim >= 0 for dim, _ in named):
+        raise ValueError(f"dynamic counts dimensions from 0: {_DYNAMIC}")
     if bad := [name for _, name in named if not (isinstance(name, str) and name.isidentifier())]:
-        raise ValueError(f"dynamic gives names, such as 'batch', not {bad[0]!r}: {example}")
+        raise ValueError(f"dynamic gives names, such as 'batch', not {bad[0]!r}: {_DYNAMIC}")
     parameters = inspect.signature(model.forward).parameters
     unknown = [argument for argument in dynamic if argument not in parameters]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

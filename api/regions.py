@@ -3,7 +3,7 @@
 A *region* is the set of sizes that fulfil the conditions of one trace. Regions are found as they are
 asked for: a size that no known region has is traced anew, from the example brought to that size. A size of
 1 is never a symbol (tensors with a dimension of 1 are laid out in other ways), so it has a region of its
-own.
+own. An example of size 1 is traced at 2, unless the step does not run there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import sympy
 
-from remat.ir import Trace
+from remat.ir import RematError, Trace
 from remat.ir.domain import Domain, Fixed, Sizes
 from remat.passes import Call, measure_scratch
+from remat.passes.device_memory import DeviceOverheads
 from remat.passes.eager import EagerStep, with_scratch
 from remat.passes.formula import Formula, formula
+from remat.passes.memory import with_numbers
 from remat.passes.rounding import rounded
 from remat.passes.scratch import Origin
 from remat.passes.scratch_fit import FittedScratch, fit_scratch
@@ -34,8 +36,8 @@ class Target:
     """CUDA's kernels and block sizes."""
     measures: bool
     """Kernels can be run here to learn their scratch."""
-    workspace: int = 0
-    """Bytes of one workspace of cuBLAS."""
+    overheads: DeviceOverheads | None = None
+    """What is there beside tensors; None for a CPU."""
     scratch: Callable[[Sequence[Call]], Sequence[FittedScratch]] | None = None
     """Scratch by formula, for a device that is not at hand."""
 
@@ -44,8 +46,10 @@ class Target:
 class Step:
     """One kind of step in one region."""
 
+    asked: Trace
+    """With scratch as expressions and workspaces; sizes as they are asked for."""
     trace: Trace
-    """With scratch as expressions, blocks as large as the device's, and workspaces."""
+    """The same in blocks as large as the device's."""
     scratch: tuple[FittedScratch, ...]
     """Per instant."""
     calls: tuple[Call, ...]
@@ -54,17 +58,17 @@ class Step:
     """Of its peak."""
 
     def at(self, binding: Mapping[sympy.Symbol, int], measures: bool) -> Trace:
-        """The trace with the scratch that kernels take at these sizes, where they can be run."""
+        """`asked` in numbers, with the scratch that kernels take at these sizes, where they can be run."""
         if not measures:
-            return self.trace
+            return with_numbers(self.asked, binding)
         measured = measure_scratch(self.calls, binding, _EXACT)
         known = (
             FittedScratch(instant.scratch, found.origin)
             if found.origin is Origin.UNKNOWN
             else found
-            for instant, found in zip(self.trace.instants, measured, strict=True)
+            for instant, found in zip(self.asked.instants, measured, strict=True)
         )
-        return with_scratch(self.trace, tuple(known))
+        return with_numbers(with_scratch(self.asked, tuple(known)), binding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +98,14 @@ class Regions:
         self._known: list[Region] = []
 
     def main(self) -> Region:
-        """The region of the example, where every size of 1 is taken to be 2."""
-        return self.at({name: max(size, 2) for name, size in self.sizes.items()})
+        """The region of the example, where every size of 1 is taken to be 2 if the step runs there."""
+        larger = {name: max(size, 2) for name, size in self.sizes.items()}
+        if larger == self.sizes:
+            return self.at(larger)
+        try:
+            return self.at(larger)
+        except (RuntimeError, ValueError, RematError):
+            return self.at(self.sizes)
 
     def at(self, sizes: Sizes) -> Region:
         """The region that has `sizes`, traced if it is new."""
@@ -123,7 +133,7 @@ def _finished(
     else:
         scratch = (FittedScratch(sympy.S.Zero, Origin.UNKNOWN),) * len(calls)
     trace = with_scratch(trace, scratch)
-    if target.workspace:
-        trace = with_workspaces(trace, target.workspace, first=first)
-    trace = rounded(trace) if target.cuda else trace
-    return Step(trace, scratch, calls, formula(trace))
+    if target.overheads:
+        trace = with_workspaces(trace, target.overheads, first=first)
+    whole = rounded(trace) if target.cuda else trace
+    return Step(trace, whole, scratch, calls, formula(whole))

@@ -22,7 +22,7 @@ from remat.passes.composition import PhasePeak, phase_peaks, retained
 from remat.passes.device_memory import DeviceOverheads, nvidia_smi
 from remat.passes.formula import Formula, largest_of
 from remat.passes.loop import Loop
-from remat.passes.memory import with_numbers
+from remat.passes.rounding import rounded
 
 from . import report_text
 from .budget import budget_bytes
@@ -139,9 +139,7 @@ class MemoryReport:
             retained=sum(int(block.size) for block in retained(trace)),
         )
 
-    def reserved_at(
-        self, *, settings: str = "", step: str = "steady", **sizes: int
-    ) -> AllocatorUse:
+    def reserved_at(self, *, settings: str = "", step: str = "any", **sizes: int) -> AllocatorUse:
         """What the CUDA caching allocator reserves, by simulation, and whether it fits the device.
 
         Args:
@@ -155,7 +153,8 @@ class MemoryReport:
             )
         memory = self.device_memory - self.overheads.context[1]
         config = AllocatorConfig.from_env(settings, memory)
-        return simulate(max(self._traces(step, sizes), key=lambda t: profile(t).peak), config)
+        used = [simulate(trace, config) for trace in self._asked(step, sizes)]
+        return max(used, key=lambda use: (use.out_of_memory is not None, use.peak_reserved))
 
     def nvidia_smi_at(self, *, world_size: int = 1, **sizes: int) -> tuple[int, int]:
         """Least and most that `nvidia-smi` would show for the process, bytes."""
@@ -247,9 +246,13 @@ class MemoryReport:
             raise ValueError(f"step must be 'first', 'steady' or 'any', not {step!r}")
         return steps.get(step, [region.first, region.steady])
 
-    def _traces(self, step: str, sizes: Sizes) -> list[Trace]:
+    def _asked(self, step: str, sizes: Sizes) -> list[Trace]:
+        """Traces in numbers, as bytes are asked for."""
         binding = bound(self.binding(sizes))
         measures = self._regions.target.measures
-        return [
-            with_numbers(each.at(binding, measures), binding) for each in self._steps(step, sizes)
-        ]
+        return [each.at(binding, measures) for each in self._steps(step, sizes)]
+
+    def _traces(self, step: str, sizes: Sizes) -> list[Trace]:
+        """The same in blocks as large as the device's."""
+        traces = self._asked(step, sizes)
+        return [rounded(trace) for trace in traces] if self._regions.target.cuda else traces

@@ -8,7 +8,6 @@ import sympy
 from remat.ir import Phase, Role
 from remat.passes import alive_at, profile
 from remat.passes.composition import retained
-from remat.passes.device_memory import DeviceOverheads
 from remat.passes.formula import formula, largest_of
 from remat.passes.loop import Loop
 from remat.passes.memory import with_numbers
@@ -27,7 +26,6 @@ def make_report(
     model: str,
     precision: str,
     optimizer: str,
-    overheads: DeviceOverheads | None,
     device_memory: int,
 ) -> MemoryReport:
     """The report of a step, with the formulas of the example's region."""
@@ -45,7 +43,7 @@ def make_report(
         first=step_formulas(region.first, region.domain.symbols),
         steady=step_formulas(region.steady, region.domain.symbols),
         scratch=_notes(region.steady),
-        overheads=overheads,
+        overheads=regions.target.overheads,
         device_memory=device_memory,
         _regions=regions,
         _request=request,

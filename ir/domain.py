@@ -51,6 +51,15 @@ class Domain:
         """The example, for the names that are symbols."""
         return bound({n: size for n, size in self.example.items() if n not in self.fixed})
 
+    @property
+    def numbers(self) -> dict[sympy.Expr, sympy.Integer]:
+        """Expressions that are the same number at all sizes of the domain."""
+        return {
+            each.lhs: each.rhs
+            for each in self.conditions
+            if isinstance(each, sympy.Eq) and each.rhs.is_Integer and not each.lhs.is_Symbol
+        }
+
     def why_not(self, sizes: Sizes) -> str:
         """Why sizes are outside; empty if they are inside."""
         for name, number in self.fixed.items():

@@ -35,13 +35,17 @@ def expression(size: int | torch.SymInt) -> sympy.Expr:
 class Names:
     """Turns expressions in torch's symbols into users' ones; each distinct expression once."""
 
-    def __init__(self, names: Mapping[str, str]) -> None:
+    def __init__(
+        self, names: Mapping[str, str], equal: Mapping[sympy.Expr, sympy.Integer] | None = None
+    ) -> None:
         """Start.
 
         Args:
             names: torch's symbol -> the user's name; others keep theirs.
+            equal: what is known to be a number, in the users' symbols.
         """
         self._names = names
+        self._equal = dict(equal or {})
         self._known: dict[sympy.Basic, Any] = {}
 
     def plain(self, expression: Any) -> Any:
@@ -50,7 +54,8 @@ class Names:
             return expression
         if expression not in self._known:
             symbols = {s: positive(self._names.get(str(s), str(s))) for s in _symbols(expression)}
-            self._known[expression] = _expanded(_plain(expression.xreplace(symbols)))
+            plain = _plain(expression.xreplace(symbols)).xreplace(self._equal)
+            self._known[expression] = _expanded(plain)
         return self._known[expression]
 
 

@@ -75,6 +75,20 @@ class AllocatorUse:
     out_of_memory: OutOfMemory | None
     """The failure that ended the simulation; the curves end before it."""
 
+    def __str__(self) -> str:
+        """The figures without the curves."""
+        text = (
+            f"allocated {self.peak_allocated} bytes at the peak, reserved {self.peak_reserved} in "
+            f"{self.segments} segments; {self.inactive_split} bytes of them in free parts of segments in use"
+        )
+        failure = self.out_of_memory
+        if failure is None:
+            return text
+        return (
+            f"out of memory at {failure.name}: {failure.requested} bytes asked for, {failure.reserved} "
+            f"reserved, {failure.allocated} of them allocated; before that: {text}"
+        )
+
 
 def allocator_for(config: AllocatorConfig) -> CachingAllocator:
     """An empty allocator of the kind that the settings ask for."""

@@ -29,6 +29,16 @@ aten = torch.ops.aten
 _FLOAT = 4
 _INDEX = 8
 _FEW_INDICES = 3072
+_WITHOUT = frozenset(
+    "clone copy copy_ _to_copy empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like "
+    "ones ones_like full full_like fill fill_ zero_ new_zeros new_ones new_full scalar_tensor arange "
+    "add add_ sub sub_ mul mul_ div div_ neg pow sqrt rsqrt exp log tanh sigmoid relu silu gelu where "
+    "threshold_backward tanh_backward sigmoid_backward silu_backward gelu_backward maximum minimum "
+    "eq ne lt le gt ge logical_not logical_and bitwise_and bitwise_not masked_fill addcmul addcmul_ "
+    "addcdiv addcdiv_ lerp lerp_ clamp clamp_min native_dropout native_dropout_backward".split()
+)
+"""Ops that write or compute element by element: their kernels are one pass over operands and result
+(aten/src/ATen/native/cuda/Loops.cuh, FillKernel.cu, Copy.cu between types on one device)."""
 
 
 def cuda_scratch(calls: Sequence[Call]) -> list[FittedScratch]:
@@ -39,8 +49,12 @@ def cuda_scratch(calls: Sequence[Call]) -> list[FittedScratch]:
 def _of(call: Call) -> FittedScratch:
     if call.target in _FORMULAS:
         return _FORMULAS[call.target](*call.args)
-    allocates = getattr(call.target, "is_view", False)
-    return FittedScratch(sympy.S.Zero, Origin.FORMULA if allocates else Origin.UNKNOWN)
+    none = getattr(call.target, "is_view", False) or _name(call.target) in _WITHOUT
+    return FittedScratch(sympy.S.Zero, Origin.FORMULA if none else Origin.UNKNOWN)
+
+
+def _name(target: Any) -> str:
+    return str(target).split(".")[1] if str(target).count(".") > 1 else ""
 
 
 def _flash_backward(

@@ -28,6 +28,9 @@ CAPABILITIES = {
 }
 """CUDA compute capability by device; https://developer.nvidia.com/cuda-gpus."""
 
+TRANSFORMER_ENGINE_WORKSPACE = {(8, 0): 4 * _MIB, (9, 0): 32 * _MIB + _KIB}
+"""Bytes by compute capability: ``get_cublas_workspace_size_bytes`` in Transformer Engine's
+``pytorch/module/base.py``, and 1 KiB more that is not explained; Megatron-LM's published memory has them."""
 SMALL_WORKSPACE = 2 * 4096 * _KIB + 8 * 16 * _KIB
 """Bytes: ``:4096:2:16:8``, 8,519,680. ``parseChosenWorkspaceSize`` in
 ``aten/src/ATen/cuda/CublasHandlePool.cpp``."""
@@ -46,6 +49,9 @@ class DeviceOverheads:
     """Handles with a workspace: PyTorch has one for each thread that multiplies matrices, here the
     thread of the forward and autograd's. 0 for a step without matrix products. Two explain the peaks
     published for Liger-Kernel and Megatron-LM to within a few kB."""
+    other_workspaces: int = 0
+    """Bytes that other libraries keep of torch's allocator, such as Transformer Engine's workspace for
+    products (`TRANSFORMER_ENGINE_WORKSPACE`)."""
     context: tuple[int, int] = (287 * 10**6, 450 * _MIB)
     """Bytes of the CUDA context with lazy loading, from 11.7 on: least and most of what was reported
     (pytorch/pytorch#86509; 300 to 450 MiB in #107667, #109888)."""
@@ -59,8 +65,8 @@ class DeviceOverheads:
 
     @property
     def workspaces(self) -> int:
-        """Bytes of all cuBLAS workspaces: part of allocated memory."""
-        return self.cublas_handles * self.cublas_workspace
+        """Bytes of all workspaces: part of allocated memory."""
+        return self.cublas_handles * self.cublas_workspace + self.other_workspaces
 
 
 def overheads_for(device_name: str, cublas_config: str | None = None) -> DeviceOverheads:

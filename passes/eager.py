@@ -324,8 +324,8 @@ def followed(
     """
     env = follow.mode.shape_env
     assert env is not None
-    follow.names = Names(names)
     domain = noted_domain(env, example, names)
+    follow.names = Names(names, domain.numbers)
     trace, calls = follow.trace(), follow.calls
     return EagerStep(
         trace=without_first(trace, *marks),

@@ -57,6 +57,7 @@ def callable_step(
 
     Raises:
         UnsupportedGraphError: the step depends on values of tensors.
+        TypeError: `build` returns no function.
     """
     try:
         with fakes(cuda) as (follow, _):
@@ -68,6 +69,10 @@ def callable_step(
                         # Of copies of modules, which ask where a tensor's data lie.
                         warnings.filterwarnings("ignore", "Accessing the data pointer")
                         step = build(**symbols)
+                    if not callable(step):
+                        raise TypeError(
+                            f"build returns the step, a function without arguments, not {step!r}"
+                        )
                     _label(follow)
                     marks = [0]
                     for _ in range(2):

@@ -5,8 +5,8 @@ tensors that share a storage share the fake one, and one parameter under two nam
 memory is allocated for any of them.
 
 The model itself runs, with fakes in the place of its tensors. Afterwards the attributes of every
-module are as before: the same objects, and the same contents of attributes that are lists, dicts or
-sets. The optimizer is not run: a shallow copy of it is.
+module are as before: the same objects, and the same contents of lists, dicts and sets among them. The
+optimizer is not run: a shallow copy of it is.
 
 Not handled: sparse and nested tensors, tensor subclasses. Hooks of parameters, of the model itself and
 of the optimizer are not called. What a forward changes in objects that are not modules stays changed.
@@ -23,10 +23,9 @@ from torch.utils import _pytree as pytree
 
 from remat.ir import Role, UnsupportedGraphError
 from remat.ir._torch import FakeTensorMode
+from remat.ir.containers import containers, contents
 
 from .eager_follow import Follow
-
-_CONTAINERS = (dict, OrderedDict, list, set)
 
 
 class Stage:
@@ -75,14 +74,14 @@ class Stage:
         for name, buffer in model.named_buffers():
             self.fake(buffer, name, Role.BUFFER)
         attributes = [module.__dict__ for module in model.modules()]
-        saved = [(each, dict(each), _contents(each)) for each in attributes]
+        saved = [contents(each) for each in attributes]
         try:
             for each in attributes:
                 self._replace(each)
             yield [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         finally:
-            for each, before, contents in saved:
-                _restore(each, before, contents)
+            for held in saved:
+                held.put_back()
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """A copy of `optimizer` over the stand-ins of its parameters, with its present state."""
@@ -151,14 +150,13 @@ class Stage:
         def stand_in(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 return self.fake(value, f"constant_{len(self._fakes)}", Role.BUFFER)
-            return value
+            return tuple(map(stand_in, value)) if type(value) is tuple else value
 
-        for name, value in attributes.items():
-            attributes[name] = stand_in(value)
-            if type(value) in (dict, OrderedDict):
-                value.update({key: stand_in(item) for key, item in value.items()})
-            elif type(value) is list:
-                value[:] = map(stand_in, value)
+        for each in list(containers(attributes)):
+            if isinstance(each, dict):
+                each.update({key: stand_in(item) for key, item in each.items()})
+            elif isinstance(each, list):
+                each[:] = map(stand_in, each)
 
 
 def step_as_on_a_gpu(optimizer: torch.optim.Optimizer) -> None:
@@ -166,17 +164,3 @@ def step_as_on_a_gpu(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
-
-
-def _contents(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Copies of the containers among the attributes."""
-    return {name: v.copy() for name, v in attributes.items() if type(v) in _CONTAINERS}
-
-
-def _restore(attributes: dict[str, Any], before: dict[str, Any], contents: dict[str, Any]) -> None:
-    attributes.clear()
-    attributes.update(before)
-    for name, content in contents.items():
-        container = before[name]
-        container.clear()
-        (container.extend if isinstance(container, list) else container.update)(content)

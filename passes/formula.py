@@ -24,7 +24,7 @@ from sympy.polys.rings import PolyElement, ring
 
 from remat.ir import Phase, Trace
 
-from .formula_bounds import atoms_of, lower_bound
+from .formula_bounds import atoms_of, factors, lower_bound
 
 _PARTS = (QQ(1, 1024), QQ(1, 128), QQ(1, 16), QQ(1, 2))
 """Parts of the third term in a mixture of three."""
@@ -124,9 +124,8 @@ class _Space:
         total = self.ring.zero
         for monomial, coefficient in sympy.expand(size).as_coefficients_dict().items():
             term = self.ring(QQ(int(coefficient.p), int(coefficient.q)))
-            for base, power in monomial.as_powers_dict().items():
-                if base != 1:
-                    term *= self._variables[self._index[base]] ** int(power)
+            for base, power in factors(monomial):
+                term *= self._variables[self._index[base]] ** power
             total += term
         return total
 
@@ -202,7 +201,10 @@ class _Space:
         points = []
         for values in choices:
             binding = dict(zip(self.symbols, values, strict=True))
-            at = [float(each.subs(binding)) for each in self.generators]
+            try:
+                at = [float(each.subs(binding)) for each in self.generators]
+            except (TypeError, ValueError):  # a quotient of 0, outside the domain
+                continue
             points.append([v - float(m) for v, m in zip(at, self.offsets, strict=True)] + [0.0])
         return points
 

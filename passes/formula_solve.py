@@ -4,7 +4,8 @@ Exact, whether or not the expression is monotone. A member of the `Max` that is 
 limit at real roots of p - limit only; so the largest n that fits is the greatest value looked at, or lies
 next to a root. `floor`, `ceiling`, `Mod` and an inner `Max` are bracketed by their bounds: the largest n by
 the upper bound fits, above the largest n by the lower bound nothing does, and between all are tried
-(beyond `_SCAN` of them, they are bisected as if the expression were monotone there).
+(beyond `_SCAN` of them, they are bisected as if the expression were monotone there, and so is what has no
+such bounds).
 """
 
 from bisect import bisect_left
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import sympy
 
 from .formula import terms_of
+from .formula_bounds import factors
 
 MOST = 10**9
 """No larger value is looked at."""
@@ -41,12 +43,15 @@ def largest(
         raise ValueError(f"the peak does not depend on {symbol}: {expr}")
 
     def fits(n: int) -> bool:
-        return all(term.subs(symbol, n) <= limit for term in terms)
+        found = [term.subs(symbol, n) for term in terms]
+        return all(each.is_finite is not False and each <= limit for each in found)
 
     if all(term.is_polynomial(symbol) for term in terms):
         return largest_polynomial(terms, symbol, limit)
     upper = [_without_steps(term, upper=True) for term in terms]
     lower = [_without_steps(term, upper=False) for term in terms]
+    if not all(bound.is_polynomial(symbol) for bound in (*upper, *lower)):
+        return last(fits, 0, MOST + 1) or None
     surely = largest_polynomial(upper, symbol, limit) or 0
     at_most = largest_polynomial(lower, symbol, limit)
     if at_most is None:
@@ -95,7 +100,7 @@ def _without_steps(term: sympy.Expr, *, upper: bool) -> sympy.Expr:
     for product, coefficient in sympy.expand(term).as_coefficients_dict().items():
         bound = sympy.S.One
         high = upper is bool(coefficient > 0)
-        for base, power in product.as_powers_dict().items():
+        for base, power in factors(product):
             bound *= _bound(base, high) ** power
         total += coefficient * bound
     return sympy.expand(total)

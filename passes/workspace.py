@@ -12,6 +12,8 @@ import sympy
 
 from remat.ir import Block, Phase, Role, Trace
 
+from .device_memory import DeviceOverheads
+
 _PRODUCTS = (
     "addmm",
     "mm",
@@ -26,25 +28,30 @@ _PRODUCTS = (
 )
 FORWARD_WORKSPACE = "cuBLAS workspace of the main thread"
 BACKWARD_WORKSPACE = "cuBLAS workspace of the autograd thread"
+OTHER_WORKSPACES = "workspaces of other libraries"
 
 
-def with_workspaces(trace: Trace, size: int, *, first: bool) -> Trace:
-    """The trace with a workspace for every thread that computes products.
+def with_workspaces(trace: Trace, overheads: DeviceOverheads, *, first: bool) -> Trace:
+    """The trace with a workspace for every thread that computes products, and those of other libraries.
 
     Args:
         trace: of an eager step.
-        size: bytes of one workspace.
-        first: the step is the first one of the process: workspaces are made in it.
+        overheads: of the device.
+        first: the step is the first one of the process: workspaces of cuBLAS are made in it.
     """
     blocks = list(trace.blocks)
     end = len(trace.instants)
-    for name, backward in ((FORWARD_WORKSPACE, False), (BACKWARD_WORKSPACE, True)):
+    size = overheads.cublas_workspace
+    if other := overheads.other_workspaces:
+        blocks.append(Block(OTHER_WORKSPACES, Role.WORKSPACE, sympy.Integer(other), -1, end))
+    threads = ((FORWARD_WORKSPACE, False), (BACKWARD_WORKSPACE, True))
+    for name, backward in threads[: overheads.cublas_handles]:
         users = [
             i
             for i, instant in enumerate(trace.instants)
             if (instant.phase is Phase.BACKWARD) is backward and _is_product(instant.target)
         ]
-        if users:
+        if users and size:
             birth = users[0] if first else -1
             blocks.append(Block(name, Role.WORKSPACE, sympy.Integer(size), birth, end))
     return Trace(trace.instants, tuple(sorted(blocks, key=lambda block: block.birth)))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -91,6 +92,36 @@ def swiglu(config: dict[str, Any]) -> Build:
         def step() -> None:
             y = mlp(x)
             y.backward(torch.randn_like(y), retain_graph=True)
+
+        return step
+
+    return build
+
+
+def megatron_gpt(ranks: int) -> Build:
+    """One rank of Megatron-LM's 12-layer GPT with its distributed optimizer, without the layers' kernels.
+
+    Weights in bfloat16, gradients summed up in one float32 buffer, and of the optimizer (float32 weights and
+    two moments) one part in `ranks`.
+    """
+    config = hf.GPT2Config(n_layer=12, n_embd=512, n_head=8, n_positions=1024, vocab_size=50304)
+
+    def build() -> Callable[[], object]:
+        model = hf.GPT2LMHeadModel._from_config(config, dtype=torch.bfloat16)
+        count = sum(p.numel() for p in model.parameters())
+        gradients = torch.zeros(count)
+        shard = nn.Parameter(torch.zeros(count // ranks))
+        optimizer = torch.optim.AdamW([shard])
+
+        def step() -> None:
+            ids = torch.zeros(4, 1024, dtype=torch.long)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            for p in model.parameters():
+                gradients[: p.numel()] += p.grad.view(-1)
+                p.grad = None
+            shard.grad = gradients[: shard.numel()]
+            optimizer.step()
+            shard.grad = None
 
         return step
 

@@ -130,7 +130,10 @@ def test_a_size_of_one_has_formulas_of_its_own() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "vit", "bert"))],
+)
 def test_the_largest_that_fits_fits_and_the_next_does_not(name: str) -> None:
     case = zoo.build(name)
     report = analysed(case, ADAMW(case.model.parameters()))

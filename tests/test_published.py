@@ -1,6 +1,7 @@
 """Peaks that were measured on GPUs and published, reproduced without one; skipped without the data."""
 
 import csv
+import dataclasses
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -15,6 +16,11 @@ from korthikanti import Stack
 from torch.nn import functional
 
 import remat
+from remat.passes.device_memory import (
+    CAPABILITIES,
+    TRANSFORMER_ENGINE_WORKSPACE,
+    overheads_for,
+)
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 LIGER = DATA / "liger" / "peak_memory.csv"
@@ -88,6 +94,17 @@ def test_santacoder_is_bound_by_its_optimizer_at_4_and_by_activations_at_8() -> 
     assert small.peak_phase.phase.value == "optimizer step"
     assert abs(small.peak / 11_267_745_280 - 1) < 0.002
     assert large.peak_phase.phase.value != "optimizer step"
+
+
+@pytest.mark.parametrize(("gpu", "bytes_"), [("a100-80gb", 552_128_512), ("h100", 581_489_664)])
+def test_megatron_resident_bytes(gpu: str, bytes_: int) -> None:
+    """`mem-allocated-bytes` of Megatron-LM's golden values, 8 ranks, CUBLAS_WORKSPACE_CONFIG=:4096:8."""
+    overheads = dataclasses.replace(
+        overheads_for(gpu, ":4096:8"),
+        other_workspaces=TRANSFORMER_ENGINE_WORKSPACE[CAPABILITIES[gpu]],
+    )
+    report = remat.analyze_step(published.megatron_gpt(8), {}, device=gpu, overheads=overheads)
+    assert abs(report.resident_at() - bytes_) < 1e-4 * bytes_
 
 
 @pytest.mark.slow

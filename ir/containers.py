@@ -1,0 +1,62 @@
+"""Contents of lists, dicts and sets, nested in one another to any depth: copied, compared, put back.
+
+Not seen: the inside of other objects.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_PLAIN = (str, bytes, int, float, complex, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What every container in a value held at one time."""
+
+    held: tuple[tuple[Any, Any], ...]
+    """Each container, and a shallow copy of it."""
+
+    def changed(self) -> bool:
+        """Whether a container now has other elements, or another order of them."""
+        return any(not _same_elements(now, before) for now, before in self.held)
+
+    def put_back(self) -> None:
+        """Give every container its elements again."""
+        for now, before in self.held:
+            now.clear()
+            now.extend(before) if isinstance(now, list) else now.update(before)
+
+
+def contents(value: object) -> Contents:
+    """The contents of `value` now, if it is a container, and of all containers in it."""
+    return Contents(tuple((each, copy.copy(each)) for each in containers(value)))
+
+
+def containers(value: object) -> Iterator[Any]:
+    """`value`, if it is a list, dict or set, and all of these in it, each once, outermost first."""
+    seen: set[int] = set()
+    ahead = [value]
+    while ahead:
+        each = ahead.pop()
+        if id(each) in seen or not isinstance(each, list | dict | set | tuple):
+            continue
+        seen.add(id(each))
+        if not isinstance(each, tuple):
+            yield each
+        ahead += list(each.values()) if isinstance(each, dict) else list(each)
+
+
+def same(now: object, before: object) -> bool:
+    """Whether two values are one object, or equal and plain."""
+    equal = type(now) is type(before) and isinstance(now, _PLAIN) and now == before
+    return now is before or equal
+
+
+def _same_elements(now: Any, before: Any) -> bool:
+    if len(now) != len(before):
+        return False
+    if isinstance(now, dict):
+        return list(now) == list(before) and all(map(same, now.values(), before.values()))
+    return all(map(same, now, before))
