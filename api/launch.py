@@ -177,7 +177,7 @@ def _when_torch_is_imported(action: Callable[[], None]) -> None:
         action()
     else:
         # torch writes a line to the terminal whenever its profiler starts; planning uses it.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         sys.meta_path.insert(0, _TorchFinder(action))
 
 

@@ -2,10 +2,10 @@
 
 Definitions.
     (1) A step runs from the end of one optimizer step to the end of the next.
-    (2) Measured peak = bytes of the model's parameters, buffers and gradients and of the optimizer's state
-        when the measurement begins, plus the largest number of bytes that were allocated since and not
-        released. It is taken over the second step after the beginning, so that what one step leaves to
-        the next has been allocated since.
+    (2) Measured peak = bytes of the model's parameters and buffers, of the optimizer's state, and of
+        gradients that are kept from step to step, plus the largest number of bytes that were allocated
+        since the measurement began and not released. It is taken over the second step after that, so
+        that what one step leaves to the next has been allocated since.
 
 The allocator's events are those of `torch.profiler`, which is on for two steps; planning uses the profiler
 too, so a measurement that it would disturb is given up and begun again.
@@ -44,6 +44,7 @@ class StepPeak:
         self._plans = -1
         self._record: Any = None
         self._base = 0
+        self._gradients: list[weakref.ref[torch.Tensor]] = []
         self._begun_ns = 0
         """When the step that is measured began; 0 before it."""
         watch_optimizers(self)
@@ -66,6 +67,8 @@ class StepPeak:
             self._plans = remat.stats.plans
         elif not self._begun_ns:
             self._begun_ns = time.time_ns()
+            kept = [gradient for ref in self._gradients if (gradient := ref()) is not None]
+            self._base += sum(gradient.nbytes for gradient in kept)
         else:
             self._end()
 
@@ -73,6 +76,7 @@ class StepPeak:
         if torch.autograd._profiler_enabled():
             return
         self._base = _persistent(model, optimizer)
+        self._gradients = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
         self._record = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._record.__enter__()
 
@@ -93,7 +97,6 @@ class StepPeak:
 def _persistent(model: nn.Module, optimizer: Optimizer) -> int:
     """Bytes that stay from step to step."""
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    tensors += [t.grad for t in model.parameters() if t.grad is not None]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
