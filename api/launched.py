@@ -22,6 +22,7 @@ from remat.ir import Role, UnsupportedGraphError
 from remat.ir.structure import take_tensors
 from remat.passes import Plan, StepProtocol, optimizer_trace
 
+from .assumed_loss import assumed_loss
 from .dropin import Remat, Stats
 from .finder import Arguments, Finder
 from .identity import restore
@@ -90,6 +91,7 @@ class Launched:
                 module,
                 self.settings.values["budget_gb"],
                 inplace=True,
+                loss_fn=assumed_loss,
                 protocol=StepProtocol(other_bytes=found.other_bytes),
                 **_options(self.settings),
             )

@@ -67,6 +67,7 @@ def main() -> None:
             eval_dataset=Characters(8),
             callbacks=[PrintLosses()],
         )
+        trainer.remove_callback(transformers.PrinterCallback)  # prints times
         trainer.train()
         trainer.save_model(folder)
         model = transformers.GPT2LMHeadModel.from_pretrained(folder).eval()
