@@ -1,9 +1,12 @@
 """Reading a budget: numbers and strings to bytes."""
 
 import math
+import os
 import re
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _UNITS = {
     "b": 1,
@@ -61,12 +64,12 @@ def _from_text(text: str, memory: int) -> float:
     return value / 100 * memory if unit == "%" else value * _UNITS[unit]
 
 
-def device_memory(device: torch.device) -> int:
+def device_memory(device: "torch.device") -> int:
     """Bytes of memory of a device; of the machine, for the CPU."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    import os
+        import torch
 
+        return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

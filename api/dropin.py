@@ -109,6 +109,11 @@ class Remat:
         parts = self._current.planned.parts if self._current else None
         return parts.backward if parts else None
 
+    @property
+    def outstanding(self) -> int:
+        """Planned forwards whose backward may still come."""
+        return self._outstanding
+
     def explain(self) -> str:
         """What the plan does and what it rests on, as text."""
         if self._current is None:

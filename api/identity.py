@@ -3,13 +3,17 @@
 It shares the model's parameters, buffers and submodules: the very dictionaries, so that what is added
 to one is seen by the other. It is pickled as the user's own class, and a deep copy is a drop-in of its
 own, which makes its own plan.
+
+Or the model itself becomes the drop-in (`become_dropin`), for those who hold it already: it changes its
+class, and nothing else of it moves.
 """
 
+import contextlib
 import copy
 import copyreg
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -36,6 +40,69 @@ def make_dropin(model: nn.Module, options: Options) -> nn.Module:
     Raises:
         UnsupportedGraphError: the model has attributes of its own by the names that the drop-in needs.
     """
+    base = _checked_base(model)
+    instance: Any = object.__new__(_class_for(base))  # type: ignore[arg-type]
+    vars(instance).update(_state(model))
+    patched = vars(instance).pop("forward", None)
+    if patched is not None:
+        vars(instance)[_PATCHED] = _rebound(patched, model, instance)
+    vars(instance)["remat"] = Remat(options, inspect.signature(_original(instance)))
+    assert isinstance(instance, nn.Module)
+    return instance
+
+
+@contextlib.contextmanager
+def become_dropin(model: nn.Module, options: Options) -> Iterator[None]:
+    """Make the model itself a drop-in; what is raised inside leaves it as it was.
+
+    A drop-in begins anew, with these options and no plan.
+
+    Args:
+        model: of any class.
+        options: for its plans.
+
+    Raises:
+        UnsupportedGraphError: attributes clash (see `make_dropin`), or Python cannot change its class.
+    """
+    base, before = _checked_base(model), vars(model).get("remat")
+    try:
+        _swap(model, base)
+        vars(model)["remat"] = Remat(options, inspect.signature(_original(model)))
+        yield
+    except BaseException:
+        restore(model)
+        if before is not None:
+            _swap(model, base)
+            vars(model)["remat"] = before
+        raise
+
+
+def _swap(model: nn.Module, base: type[nn.Module]) -> None:
+    """Change the class of a model to that of its drop-ins."""
+    cls = _class_for(base)  # type: ignore[arg-type]
+    try:
+        model.__class__ = cls
+    except TypeError as error:
+        raise UnsupportedGraphError(
+            f"Python cannot change the class of a {base.__name__} in place ({error}). Use the object that "
+            "optimize_checkpoints returns without inplace=True."
+        ) from error
+    if "forward" in vars(model):
+        vars(model)[_PATCHED] = vars(model).pop("forward")
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `become_dropin`: the model is of its own class again, and nothing of ours is left on it."""
+    patched = vars(model).get(_PATCHED)
+    model.__class__ = getattr(type(model), "_remat_base", type(model))
+    for name in ("remat", "_remat_meta", _PATCHED):
+        vars(model).pop(name, None)
+    if patched is not None:
+        vars(model)["forward"] = patched
+
+
+def _checked_base(model: nn.Module) -> type[nn.Module]:
+    """The user's class of a model or drop-in, if a drop-in for it is possible."""
     base: type[nn.Module] = getattr(type(model), "_remat_base", type(model))
     if base is type(model):
         clash = [name for name in _TAKEN if hasattr(base, name) or name in vars(model)]
@@ -44,15 +111,7 @@ def make_dropin(model: nn.Module, options: Options) -> nn.Module:
                 f"{base.__name__} has attributes {clash}, which the optimised model needs for itself. "
                 "Rename them, or wrap the model in a module without them."
             )
-    instance: Any = object.__new__(_class_for(base))  # type: ignore[arg-type]
-    vars(instance).update(_state(model))
-    patched = vars(instance).pop("forward", None)
-    if patched is not None:
-        vars(instance)[_PATCHED] = _rebound(patched, model, instance)
-    signature = inspect.signature(_original(instance))
-    vars(instance)["remat"] = Remat(options, signature)
-    assert isinstance(instance, nn.Module)
-    return instance
+    return base
 
 
 def _rebound(forward: Callable[..., Any], model: nn.Module, instance: nn.Module) -> Any:

@@ -12,12 +12,14 @@ from remat.passes import Plan, StepProtocol
 from remat.solvers import Limits
 
 from .dropin import Remat
-from .identity import make_dropin
+from .identity import become_dropin, make_dropin
 from .options import Options, check, check_example, patterns_of
+from .settings import is_disabled, with_settings
 
 LossFn = Callable[[Any], torch.Tensor]
 
 
+@with_settings
 def optimize_checkpoints(
     model: nn.Module,
     budget_gb: float | str,
@@ -35,6 +37,7 @@ def optimize_checkpoints(
     dynamic: Dynamic | None = None,
     plan_at: Mapping[str, int] | None = None,
     on_new_size: str = "replan",
+    inplace: bool = False,
 ) -> nn.Module:
     """A model that trains like `model`, with the peak memory of the whole step under a budget.
 
@@ -69,10 +72,13 @@ def optimize_checkpoints(
         plan_at: the sizes to plan for, by name; those of the example if None, and for names left out.
         on_new_size: at sizes that no plan covers within the budget, "replan" makes another plan under the
             same budget, and "refuse" raises a GuardError.
+        inplace: change `model` itself, for optimizers, trainers and wrappers that hold it already.
 
     Returns:
         A `torch.fx.GraphModule` that is an instance of `type(model)` and shares its parameters, buffers
-        and submodules. Its attribute `remat` holds plan, statistics and `explain()`.
+        and submodules; `model` itself with ``inplace=True``. Its attribute `remat` holds plan, statistics
+        and `explain()`. Options that are not given come from outside, if they are set there: see
+        `settings`. With ``REMAT_DISABLE=1`` nothing is planned, and the original forward runs.
 
     Raises:
         InfeasibleBudgetError: no plan fits; says what would, and names the pattern that is in the way.
@@ -105,13 +111,26 @@ def optimize_checkpoints(
     )
     check(options, model)
     check_example(example_args)
-    dropin = make_dropin(model, options)
-    if example_args or example_kwargs:
-        remat: Remat = vars(dropin)["remat"]
-        remat.prepare(dropin, tuple(example_args), dict(example_kwargs or {}), plan_at or {})
+    example = (tuple(example_args), dict(example_kwargs or {}))
+    if not inplace:
+        return _begun(make_dropin(model, options), example, plan_at or {})
+    with become_dropin(model, options):
+        return _begun(model, example, plan_at or {})
+
+
+def _begun(
+    dropin: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]], sizes: Mapping[str, int]
+) -> nn.Module:
+    """The drop-in, planned if there is an example; switched off if the user says so."""
+    remat: Remat = vars(dropin)["remat"]
+    if is_disabled():
+        remat.disable()
+    elif example != ((), {}):
+        remat.prepare(dropin, *example, sizes)
     return dropin
 
 
+@with_settings
 def plan_checkpoints(
     model: nn.Module,
     budget_gb: float | str,
@@ -153,6 +172,7 @@ def plan_checkpoints(
     )
     plan = vars(planned)["remat"].plan
     if plan is None:
-        raise ValueError("plan_checkpoints needs example arguments of one training call")
+        off = "REMAT_DISABLE is set: " if is_disabled() else ""
+        raise ValueError(f"{off}plan_checkpoints needs example arguments of one training call")
     assert isinstance(plan, Plan)
     return plan

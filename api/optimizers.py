@@ -70,7 +70,10 @@ def _make(cls: Any, parameters: list[nn.Parameter]) -> Optimizer:
 
 
 def _live_optimizer(parameters: list[nn.Parameter]) -> Optimizer | None:
-    """The optimizer in the process that holds most of the parameters; None if none holds any."""
+    """The optimizer in the process that holds most of the parameters; None if none holds any.
+
+    One that wraps another (Accelerate's) is passed over: the inner one holds the same parameters.
+    """
     wanted = {id(p) for p in parameters}
     held = [
         (
@@ -81,6 +84,7 @@ def _live_optimizer(parameters: list[nn.Parameter]) -> Optimizer | None:
         if issubclass(type(candidate), Optimizer)
         and hasattr(candidate, "param_groups")
         and candidate not in _ours
+        and not any(isinstance(value, Optimizer) for value in vars(candidate).values())
     ]
     count, found = max(held, key=lambda entry: entry[0], default=(0, None))
     return found if count else None

@@ -1,0 +1,1 @@
+from api.assumed_loss import *

@@ -1,0 +1,1 @@
+from api.step_peak import *
