@@ -8,6 +8,7 @@ resident though it assumed none, and when another optimizer than the assumed one
 
 import contextlib
 import inspect
+import itertools
 import warnings
 import weakref
 from collections import Counter
@@ -24,17 +25,21 @@ from remat.ir.capture import argument_names
 from remat.ir.structure import rebuilder, take_tensors
 from remat.passes import Plan
 
+from .distributed import buckets_of, plan_together
 from .explain import explain
 from .guards import Call, Guard, described, make_guard, normalize
 from .module_state import traced_hooks
-from .optimizers import find_optimizer, traits, watch_optimizers
+from .optimizers import Assumed, find_optimizer, traits, watch_optimizers
 from .options import Options
-from .planner import Planned, make_plan
+from .planner import Planned
 from .progress import progress
 from .request import Request
 from .runtime import run
 from .sizes import at_sizes, peak_at, prepared_for, why_not_at
+from .wrappers import is_sharded, refuse_sharded
 
+SHARDED = Assumed(None, "none: the parameters are sharded")
+"""The optimizer of a sharded model, which holds shards that the plan does not know."""
 PLANS = 8
 """Plans that are kept; each has its own graphs."""
 
@@ -61,6 +66,8 @@ class _Entry:
 
 
 _Key = tuple[bool, tuple[Any, ...]]
+_numbers = itertools.count()
+"""Of drop-ins, in the order in which they are made: the same on all ranks of a training run."""
 
 
 class Remat:
@@ -77,6 +84,7 @@ class Remat:
         self.signature = signature
         self.stats = Stats()
         self.enabled = True
+        self._number = next(_numbers)
         self._entries: dict[_Key, _Entry] = {}
         """By whether gradients are resident when the forward begins, and by what the arguments are if sizes
         are dynamic."""
@@ -147,11 +155,14 @@ class Remat:
             call: normalised arguments.
             resident: gradients exist when the forward begins.
         """
+        refuse_sharded(model)
         tensors, pattern = take_tensors(call)
         dynamic = self.options.dynamic or {}
         names = argument_names(forward, pattern, len(tensors)) if dynamic else [""] * len(tensors)
         known = [entry.planned for entry in self._distinct(resident=False)]
         asked = self._stepped or self.options.optimizer
+        buckets = buckets_of(model)
+        protocol = self.options.protocol
         request = Request(
             module=model,
             forward=forward,
@@ -159,8 +170,12 @@ class Remat:
             kwargs=call[1],
             budget=self.options.budget_bytes(model),
             loss_fn=self.options.loss_fn,
-            optimizer=find_optimizer(model, asked),
-            protocol=replace(self.options.protocol, gradients_resident=resident),
+            optimizer=SHARDED if is_sharded(model) else find_optimizer(model, asked),
+            protocol=replace(
+                protocol,
+                gradients_resident=resident or buckets.resident_gradients,
+                other_bytes=protocol.other_bytes + buckets.bytes,
+            ),
             cost_model=self.options.device_for_cost(model),
             limits=self.options.limits,
             patterns=self.options.patterns,
@@ -173,7 +188,10 @@ class Remat:
                 "becomes part of the plan, what else they do does not happen in planned steps.",
             )
         with self._original_runs(), progress() as report:
-            planned = make_plan(request, report, prepared_for(request, known))
+            name = f"{self._number}/{self.stats.plans}"
+            planned = plan_together(
+                request, report, prepared_for(request, known), name, first=self.stats.plans == 0
+            )
         captured = planned.prepared.capture
         dims = tuple(frozenset(dynamic.get(name, ())) for name in names)
         guard = make_guard(model, call, planned.prepared, dims)
@@ -191,7 +209,7 @@ class Remat:
         self._entries[resident, self._size(tensors)] = self._current = entry
         self._forget()
         self.stats.plans += 1
-        if self.options.optimizer == "auto":
+        if self.options.optimizer == "auto" and not is_sharded(model):
             self._assumed = traits(request.optimizer.instance)
             watch_optimizers(self)
         return entry
@@ -265,7 +283,7 @@ class Remat:
         if entry is not None and (
             why := entry.guard.why_not(tensors, pattern) or self._conflict(entry, tensors)
         ):
-            return self._fall_back(why, forward, args, kwargs)
+            return self._fall_back(model, why, forward, args, kwargs)
         resident = self.options.protocol.gradients_resident or (
             _has_gradients(model) if entry is None else entry.guard.has_gradients()
         )
@@ -326,8 +344,14 @@ class Remat:
         return entry
 
     def _fall_back(
-        self, why: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        model: nn.Module,
+        why: str,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
+        refuse_sharded(model)
         self.stats.fallbacks[why] += 1
         unused = "" if self.stats.planned else " No call has run the plan so far."
         self._warn(
