@@ -47,6 +47,8 @@ class Buckets:
 
 def buckets_of(model: nn.Module) -> Buckets:
     """The buckets of the DDP wrapper around `model` (or around a module that holds it), if there is one."""
+    if not dist.is_available() or not dist.is_initialized():
+        return Buckets()
     for candidate in gc.get_objects():
         if issubclass(type(candidate), DistributedDataParallel) and any(
             module is model for module in candidate.modules()

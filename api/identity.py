@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from remat.ir import UnsupportedGraphError
 
+from .beside import MODELS
 from .dropin import Remat
 from .options import Options
 
@@ -50,7 +51,8 @@ def make_dropin(model: nn.Module, options: Options) -> nn.Module:
     if patched is not None:
         vars(instance)[_PATCHED] = _rebound(patched, model, instance)
     signature = inspect.signature(_original(instance))
-    vars(instance)["remat"] = Remat(options, signature)
+    remat = vars(instance)["remat"] = Remat(options, signature)
+    MODELS[remat.number] = instance
     assert isinstance(instance, nn.Module)
     return instance
 
@@ -137,6 +139,7 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         state[_PATCHED] = state.pop("forward")
     vars(instance).update(state)
     remat: Remat = vars(model)["remat"]
-    vars(instance)["remat"] = Remat(remat.options, remat.signature)
+    own = vars(instance)["remat"] = Remat(remat.options, remat.signature)
+    MODELS[own.number] = instance
     assert isinstance(instance, nn.Module)
     return instance
