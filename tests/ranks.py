@@ -6,11 +6,13 @@ what it found on its rank; rank 0 writes ``{scenario: [of rank 0, of rank 1]}`` 
 
 import json
 import os
+import re
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -354,6 +356,18 @@ def fsdp_refused() -> dict[str, str]:
         "blocks": refusal(blocks_under_a_plan(False)),
         "parameters": refusal(distributed_parameters),
     }
+
+
+def docs() -> int:
+    """Run the snippets of the page, in order; the names that a reader has of their own are made up."""
+    page = Path(__file__).parent.parent / "docs" / "distributed.md"
+    snippets = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names = {"torch": torch, "Model": Net, "loader": [batch(), batch()], "teacher": Net()}
+    names |= {"Generator": Net, "Discriminator": Net, "Student": Net}
+    for snippet in snippets:
+        exec(snippet, names)
+    assert names["model"].blocks[1].remat.plan.repetitions  # type: ignore[attr-defined]
+    return len(snippets)
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ QUICK = (
     "fsdp_refused",
 )
 SLOW = (
+    "docs",
     "ddp_views",
     "ddp_unused",
     "ddp_static",
@@ -148,6 +149,11 @@ def test_a_model_that_is_optimised_then_sharded_as_one_trains_like_a_sharded_one
         assert rank["equal"]
         assert (rank["planned"], rank["fallbacks"]) == (3, {})
         assert rank["repeats"] > 0
+
+
+@pytest.mark.slow
+def test_the_snippets_of_the_page_run() -> None:
+    assert of("docs") == [4, 4]
 
 
 def test_wrapping_in_ddp_first_is_refused() -> None:
