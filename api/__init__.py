@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from remat.passes import Plan, StepProtocol
 
     from .analysis import analyze, analyze_step
+    from .beside import resident_bytes
     from .measure import measure_peak
     from .optimize import optimize_checkpoints, plan_checkpoints
     from .report import MemoryReport
@@ -35,6 +36,7 @@ _HOME = {
     "measure_peak": "remat.measure",
     "optimize_checkpoints": "remat.optimize",
     "plan_checkpoints": "remat.optimize",
+    "resident_bytes": "remat.beside",
 }
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "measure_peak",
     "optimize_checkpoints",
     "plan_checkpoints",
+    "resident_bytes",
 ]
 
 

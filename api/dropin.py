@@ -8,6 +8,7 @@ resident though it assumed none, and when another optimizer than the assumed one
 
 import contextlib
 import inspect
+import itertools
 import warnings
 import weakref
 from collections import Counter
@@ -24,17 +25,24 @@ from remat.ir.capture import argument_names
 from remat.ir.structure import rebuilder, take_tensors
 from remat.passes import Plan
 
+from .beside import MODELS, Others, follow
+from .budget import available_memory
+from .distributed import buckets_of, plan_together
 from .explain import explain
 from .guards import Call, Guard, described, make_guard, normalize
 from .module_state import traced_hooks
-from .optimizers import find_optimizer, traits, watch_optimizers
-from .options import Options
-from .planner import Planned, make_plan
+from .optimizers import Assumed, find_optimizer, traits, watch_optimizers
+from .options import Options, device_of
+from .outstanding import left_bytes
+from .planner import Planned
 from .progress import progress
 from .request import Request
 from .runtime import run
 from .sizes import at_sizes, peak_at, prepared_for, why_not_at
+from .wrappers import is_sharded, refuse_sharded
 
+SHARDED = Assumed(None, "none: the parameters are sharded")
+"""The optimizer of a sharded model, which holds shards that the plan does not know."""
 PLANS = 8
 """Plans that are kept; each has its own graphs."""
 
@@ -58,9 +66,18 @@ class _Entry:
     guard: Guard
     planned: Planned
     rebuild: Callable[[Any], Any]
+    needs: tuple[bool, ...]
+    """Which tensor arguments require a gradient. A generator trains through a discriminator whose own step
+    needs none: two kinds of call, each with its plan."""
+    beside: int
+    """Bytes that are counted for other models."""
+    left: int
+    """Bytes that a forward leaves for its backward."""
 
 
 _Key = tuple[bool, tuple[Any, ...]]
+_numbers = itertools.count()
+"""Of drop-ins, in the order in which they are made: the same on all ranks of a training run."""
 
 
 class Remat:
@@ -77,11 +94,15 @@ class Remat:
         self.signature = signature
         self.stats = Stats()
         self.enabled = True
+        self.number = next(_numbers)
         self._entries: dict[_Key, _Entry] = {}
         """By whether gradients are resident when the forward begins, and by what the arguments are if sizes
         are dynamic."""
         self._current: _Entry | None = None
         self._outstanding = 0
+        self._followed = 0
+        """The same, of forwards that ran as they are because a plan says so."""
+        self._others = Others(self.number)
         self._warned: set[str] = set()
         self._assumed: object = None
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -152,11 +173,16 @@ class Remat:
             call: normalised arguments.
             resident: gradients exist when the forward begins.
         """
+        refuse_sharded(model)
         tensors, pattern = take_tensors(call)
         dynamic = self.options.dynamic or {}
         names = argument_names(forward, pattern, len(tensors)) if dynamic else [""] * len(tensors)
-        known = [entry.planned for entry in self._distinct(resident=False)]
+        needs = _needs(tensors)
+        known = [e.planned for e in self._distinct(resident=False) if e.needs == needs]
         asked = self._stepped or self.options.optimizer
+        buckets = buckets_of(model)
+        beside = self._others.bytes(model, device_of(model), again=True)
+        protocol = self.options.protocol
         request = Request(
             module=model,
             forward=forward,
@@ -164,8 +190,12 @@ class Remat:
             kwargs=call[1],
             budget=self.options.budget_bytes(model),
             loss_fn=self.options.loss_fn,
-            optimizer=find_optimizer(model, asked),
-            protocol=replace(self.options.protocol, gradients_resident=resident),
+            optimizer=SHARDED if is_sharded(model) else find_optimizer(model, asked),
+            protocol=replace(
+                protocol,
+                gradients_resident=resident or buckets.resident_gradients,
+                other_bytes=protocol.other_bytes + buckets.bytes + beside,
+            ),
             cost_model=self.options.device_for_cost(model),
             limits=self.options.limits,
             patterns=self.options.patterns,
@@ -178,11 +208,15 @@ class Remat:
                 "becomes part of the plan, what else they do does not happen in planned steps.",
             )
         with self._original_runs(), progress() as report:
-            planned = make_plan(request, report, prepared_for(request, known))
+            name = f"{self.number}/{self.stats.plans}"
+            planned = plan_together(
+                request, report, prepared_for(request, known), name, first=self.stats.plans == 0
+            )
         captured = planned.prepared.capture
         dims = tuple(frozenset(dynamic.get(name, ())) for name in names)
         guard = make_guard(model, call, planned.prepared, dims)
-        entry = _Entry(guard, planned, rebuilder(captured.output_pattern))
+        left = left_bytes(planned.trace)
+        entry = _Entry(guard, planned, rebuilder(captured.output_pattern), needs, beside, left)
         if planned.domain.fixed and not self.stats.plans:
             sizes = ", ".join(f"{name} = {size}" for name, size in planned.domain.fixed.items())
             self._warn(
@@ -196,14 +230,25 @@ class Remat:
         self._entries[resident, self._size(tensors)] = self._current = entry
         self._forget()
         self.stats.plans += 1
-        if self.options.optimizer == "auto":
+        if self.options.optimizer == "auto" and not is_sharded(model):
             self._assumed = traits(request.optimizer.instance)
             watch_optimizers(self)
         return entry
 
     def _size(self, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
         """What of a call's tensors the choice of a plan depends on."""
-        return described(tensors) if self.options.dynamic else ()
+        return described(tensors) if self.options.dynamic else _needs(tensors)
+
+    def _kind(self, tensors: list[torch.Tensor]) -> _Entry | None:
+        """The entry for calls of this kind, None if there is none; the last one if the tensors are others."""
+        current, needs = self._current, _needs(tensors)
+        if current is None or current.needs == needs or len(current.needs) != len(needs):
+            return current
+        return next((e for e in self._entries.values() if e.needs == needs), None)
+
+    def left_bytes(self) -> int:
+        """What forwards have left whose backward has not run, bytes, at the sizes of the last plan."""
+        return self._current.left * (self._outstanding + self._followed) if self._current else 0
 
     def _distinct(self, resident: bool) -> list[_Entry]:
         """Entries that serve a call, each once, in the order in which they were made.
@@ -266,24 +311,27 @@ class Remat:
         if call is None:
             return forward(*args, **kwargs)  # which says better what is wrong
         tensors, pattern = take_tensors(call)
-        entry = self._current
+        previous, entry = self._current, self._kind(tensors)
         if entry is not None and (
             why := entry.guard.why_not(tensors, pattern) or self._conflict(entry, tensors)
         ):
-            return self._fall_back(why, forward, args, kwargs)
+            return self._fall_back(model, why, forward, args, kwargs)
         resident = self.options.protocol.gradients_resident or (
             _has_gradients(model) if entry is None else entry.guard.has_gradients()
         )
         if entry is None or self._stepped is not None:
             entry = self.make(model, forward, call, resident)
         else:
-            found = self._at(tensors, resident)
-            entry = found or self._plan_again(model, forward, call, resident)
+            entry = self._at(tensors, resident)
+            if entry is None or entry.beside < self._others.bytes(model, device_of(model)):
+                entry = self._plan_again(model, forward, call, resident)
+        if entry is not previous or not self.stats.planned:
+            self._check_device(model, entry)
         self._current = entry
         self.stats.planned += 1
         self._check_outstanding(entry)
         if entry.planned.program is None:
-            return forward(*args, **kwargs)
+            return self._followed_through(forward(*args, **kwargs))
         primals = entry.guard.primals(tensors)
         return entry.rebuild(run(entry.planned.program, primals, _Frames(weakref.ref(self))))
 
@@ -299,7 +347,7 @@ class Remat:
         if found is not None or not self.options.dynamic:
             return found
         for entry in self._distinct(resident):
-            if not why_not_at(entry.planned, tensors):
+            if entry.needs == _needs(tensors) and not why_not_at(entry.planned, tensors):
                 self._entries[resident, size] = entry
                 return entry
         return None
@@ -331,8 +379,14 @@ class Remat:
         return entry
 
     def _fall_back(
-        self, why: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        model: nn.Module,
+        why: str,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
+        refuse_sharded(model)
         self.stats.fallbacks[why] += 1
         unused = "" if self.stats.planned else " No call has run the plan so far."
         self._warn(
@@ -341,6 +395,24 @@ class Remat:
             f"calls are counted, with their reasons, in model.remat.stats.fallbacks.{unused}",
         )
         return forward(*args, **kwargs)
+
+    def _followed_through(self, output: Any) -> Any:
+        """The output of a forward that ran as it is; counts as outstanding until its backward begins."""
+        tracked = [tensor for tensor in take_tensors(output)[0] if tensor.requires_grad]
+        if tracked and len(MODELS) > 1:
+            self._followed += 1
+            follow(tracked[0], _Frames(weakref.ref(self)).passed)
+        return output
+
+    def _check_device(self, model: nn.Module, entry: _Entry) -> None:
+        peak, memory = entry.planned.plan.peak_bytes, available_memory(device_of(model))
+        if peak > memory:
+            others = f", {entry.beside} of them for other models" if entry.beside else ""
+            self._warn(
+                "device",
+                f"remat: the step is planned to take {peak} bytes{others}, and the device has {memory} for "
+                "this process. Plan with a smaller budget, or keep fewer models there.",
+            )
 
     def _check_outstanding(self, entry: _Entry) -> None:
         planned_for = entry.planned.plan.protocol.forwards_outstanding
@@ -384,6 +456,10 @@ class _Frames:
         if (remat := self.remat()) is not None:
             remat._outstanding -= 1
 
+    def passed(self) -> None:
+        if (remat := self.remat()) is not None:
+            remat._followed -= 1
+
     def held(self, count: int, size: int) -> None:
         if (remat := self.remat()) is not None:
             remat._warn(
@@ -393,6 +469,10 @@ class _Frames:
                 "with protocol=StepProtocol(outputs_held=True).",
                 stacklevel=10,  # the line that calls backward
             )
+
+
+def _needs(tensors: list[torch.Tensor]) -> tuple[bool, ...]:
+    return tuple([tensor.requires_grad for tensor in tensors])
 
 
 def _has_gradients(model: nn.Module) -> bool:

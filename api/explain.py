@@ -101,6 +101,10 @@ def _rests_on(plan: Plan) -> list[str]:
         f"{'held' if protocol.outputs_held else 'dropped'} by the caller",
         f"target: {plan.device}; times by {plan.cost_model}; graph by {plan.route or 'none'}",
     ]
+    if protocol.other_bytes:
+        lines.append(
+            f"beside: {in_units(protocol.other_bytes)} of other models, DDP's buckets, other_bytes"
+        )
     if plan.sizes:
         sizes = ", ".join(f"{name} = {size}" for name, size in plan.sizes.items())
         lines.append(f"sizes: made at {sizes}; can run where {', '.join(plan.domain)}")

@@ -158,6 +158,8 @@ class Guard:
         addresses = [t.data_ptr() for t in state]
         if addresses != self.addresses:
             for name, tensor, was in zip(self.names, state, self.were, strict=True):
+                if type(tensor) not in (nn.Parameter, torch.Tensor):
+                    return f"{name} has become a {type(tensor).__name__}, a tensor subclass"
                 if _of(tensor) != was:
                     return f"{name} is {_text(_of(tensor))}, planned for {_text(was)}"
             self.addresses[:] = addresses

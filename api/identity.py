@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from remat.ir import UnsupportedGraphError
 
+from .beside import MODELS
 from .dropin import Remat
 from .options import Options
 
@@ -46,7 +47,8 @@ def make_dropin(model: nn.Module, options: Options) -> nn.Module:
     patched = vars(instance).pop("forward", None)
     if patched is not None:
         vars(instance)[_PATCHED] = _rebound(patched, model, instance)
-    vars(instance)["remat"] = Remat(options, inspect.signature(_original(instance)))
+    remat = vars(instance)["remat"] = Remat(options, inspect.signature(_original(instance)))
+    MODELS[remat.number] = instance
     assert isinstance(instance, nn.Module)
     return instance
 
@@ -67,7 +69,8 @@ def become_dropin(model: nn.Module, options: Options) -> Iterator[None]:
     base, before = _checked_base(model), vars(model).get("remat")
     try:
         _swap(model, base)
-        vars(model)["remat"] = Remat(options, inspect.signature(_original(model)))
+        remat = vars(model)["remat"] = Remat(options, inspect.signature(_original(model)))
+        MODELS[remat.number] = model
         yield
     except BaseException:
         restore(model)
@@ -196,6 +199,7 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         state[_PATCHED] = state.pop("forward")
     vars(instance).update(state)
     remat: Remat = vars(model)["remat"]
-    vars(instance)["remat"] = Remat(remat.options, remat.signature)
+    own = vars(instance)["remat"] = Remat(remat.options, remat.signature)
+    MODELS[own.number] = instance
     assert isinstance(instance, nn.Module)
     return instance

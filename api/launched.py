@@ -23,6 +23,7 @@ from remat.ir.structure import take_tensors
 from remat.passes import Plan, StepProtocol, optimizer_trace
 
 from .assumed_loss import assumed_loss
+from .beside import MODELS
 from .dropin import Remat, Stats
 from .finder import Arguments, Finder
 from .identity import restore
@@ -100,6 +101,7 @@ class Launched:
                 raise
             self._failed(found, error)
         else:
+            MODELS.pop(vars(module)["remat"].number)  # `other_bytes` has what others would count
             self._observe(module, found)
 
     def _observe(self, module: nn.Module, found: Found) -> None:

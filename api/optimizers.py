@@ -46,7 +46,7 @@ def find_optimizer(module: nn.Module, asked: Optimizer | str | None) -> Assumed:
     if not parameters:
         return Assumed(None, "none: no parameter is trained")
     if asked == "auto":
-        live = _live_optimizer(parameters)
+        live = live_optimizer(parameters)
         if live is not None:
             return Assumed(live, f"{type(live).__name__}, found holding the parameters")
         return Assumed(_make(torch.optim.AdamW, parameters), "AdamW, assumed")
@@ -69,7 +69,7 @@ def _make(cls: Any, parameters: list[nn.Parameter]) -> Optimizer:
     return made
 
 
-def _live_optimizer(parameters: list[nn.Parameter]) -> Optimizer | None:
+def live_optimizer(parameters: list[nn.Parameter]) -> Optimizer | None:
     """The optimizer in the process that holds most of the parameters; None if none holds any.
 
     One that wraps another (Accelerate's) is passed over: the inner one holds the same parameters.

@@ -14,6 +14,7 @@ from remat.passes import Patterns, StepProtocol, device, planned_for_cuda
 from remat.solvers import Limits
 
 from .budget import budget_bytes, device_memory
+from .wrappers import refuse_wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,11 @@ def check(options: Options, model: nn.Module) -> None:
     Raises:
         ValueError: bad budget, unknown device, limits below zero, an optimizer of other parameters.
         TypeError: not a module, not a budget, not an optimizer, a loss of more than the output.
+        UnsupportedGraphError: the model is replicated or sharded already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    refuse_wrapped(model)
     options.budget_bytes(model)
     check_loss(options.loss_fn)
     _check_optimizer(options.optimizer, model)

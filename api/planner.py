@@ -51,6 +51,7 @@ from .infeasible import blame, infeasible_error
 from .orders import Arranged, arranged, choose, least_bound, least_of, ledger, searched
 from .outstanding import OTHERS, left_bytes, solve_reserved, with_others
 from .program import Program, make_program
+from .replay import replayed, with_proof
 from .request import (
     Request,
     Surroundings,
@@ -107,6 +108,7 @@ def make_plan(
     request: Request,
     report: Callable[[str], None] = lambda part: None,
     prepared: Prepared | None = None,
+    recall: Callable[[Prepared], Plan | None] = lambda prepared: None,
 ) -> Planned:
     """Plan one training step.
 
@@ -114,6 +116,7 @@ def make_plan(
         request: what is asked for.
         report: called with the name of each part of planning as it begins.
         prepared: the captured step, if it is known from an earlier plan of the same call.
+        recall: gives a plan that may be for this step; if it is, and fits, nothing is solved.
 
     Raises:
         InfeasibleBudgetError: no plan fits; names the least peak.
@@ -141,8 +144,15 @@ def make_plan(
         return _formulate(replace(request, patterns=patterns), step, around, costs)
 
     brief = replace(request.limits, time_s=request.limits.time_s / 6)
-    candidates = arranged(prepared, formulated, brief)
-    if request.budget < least_of(candidates).least.peak:  # look harder before giving up
+    known = recall(prepared)
+    if known and known.is_eager and request.budget < baseline:
+        known = None
+    again = replayed(known, prepared, formulated) if known else None
+    known = known if again else None
+    candidates = [again] if again else arranged(prepared, formulated, brief)
+    if (
+        not again and request.budget < least_of(candidates).least.peak
+    ):  # look harder before giving up
         longer = replace(request.limits, time_s=request.limits.time_s / 2)
         candidates = searched(candidates, longer)
     tightest = least_of(candidates)
@@ -189,9 +199,12 @@ def make_plan(
         domain = step.domain if step else Domain(asked.sizes, asked.sizes, ())
         trace = beside_eager(_fitted(step), beside) if step else None
         plan = _with_sizes(_plan(figures, None, None), domain, trace, others)
+        plan = with_proof(plan, known) if known else plan
         return Planned(
             plan, None, None, prepared, None, eager, clock.seconds, request, beside, domain, step
         )
+    if request.budget < least_bytes and again:  # it fits no more with all that is beside the step
+        return make_plan(asked, report, prepared)
     if request.budget < least_bytes:
         trace = emitted(tightest, least.schedule, others).trace
         raise infeasible_error(request.budget, least_bytes, trace, blamed(), bound_bytes)
@@ -206,7 +219,10 @@ def make_plan(
         return others * left_bytes(emitted(chosen, solution.schedule).trace)
 
     budget = request.budget
-    solution = solve_reserved(solve, left, chosen.least, budget) if others else solve(budget)
+    if again:
+        solution = again.least
+    else:
+        solution = solve_reserved(solve, left, chosen.least, budget) if others else solve(budget)
     clock.begin("rewrite")
     best = emitted(chosen, solution.schedule, others)
     kept = left(solution) if others else 0
@@ -216,6 +232,7 @@ def make_plan(
         reordered=chosen.changed,
         ledger=ledger(candidates[0], chosen, plan.peak_bytes, optimizer_peak, kept),
     )
+    plan = with_proof(plan, known) if known else plan
     if plan.peak_bytes > request.budget:
         raise SolverError(
             f"the rewritten step peaks at {plan.peak_bytes} bytes, over the budget of "

@@ -87,9 +87,7 @@ class StepPeak:
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
         levels = accumulate(size for _, size in changes)
         within = [
-            level
-            for (at, _), level in zip(changes, levels, strict=True)
-            if begun <= at <= ended
+            level for (at, _), level in zip(changes, levels, strict=True) if begun <= at <= ended
         ]
         self.bytes = self._base + max(within, default=0)
 

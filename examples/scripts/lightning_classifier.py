@@ -76,7 +76,9 @@ def main() -> None:
         num_sanity_val_steps=0,
     )
     trainer.fit(
-        Digits(), DataLoader(train, batch_size=64, shuffle=True), DataLoader(validation, batch_size=64)
+        Digits(),
+        DataLoader(train, batch_size=64, shuffle=True),
+        DataLoader(validation, batch_size=64),
     )
 
 

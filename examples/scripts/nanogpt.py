@@ -24,7 +24,10 @@ class Block(nn.Module):
         self.projection = nn.Linear(width, width)
         self.before_mlp = nn.LayerNorm(width)
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            nn.Dropout(dropout),
         )
         self.dropout = dropout
 

@@ -45,7 +45,13 @@ def main() -> None:
     options = parser.parse_args()
     transformers.set_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=128, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=10, eos_token_id=10
+        vocab_size=128,
+        n_positions=LENGTH,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=10,
+        eos_token_id=10,
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = transformers.Trainer(
