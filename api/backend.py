@@ -26,6 +26,7 @@ from remat.ir.structure import rebuilder, take_tensors
 from remat.passes import Plan, StepProtocol
 from remat.solvers import Limits
 
+from .compiling import options_inside
 from .dropin import PLANS
 from .dynamo_graph import (
     BoundGraph,
@@ -68,9 +69,13 @@ def backend(
     Raises:
         TypeError: an option that there is not, or no budget.
     """
-    asked = _options(**dict(options or {}))
     if not needs_gradient(graph):
         return graph.forward
+    asked = options_inside(graph.graph) if options is None else _options(**dict(options))
+    if asked is None:
+        raise TypeError(
+            'the backend "remat" needs a budget: torch.compile(..., backend="remat", options={"budget_gb": 20})'
+        )
     give_origins(graph)
     return Compiled(graph, asked)
 
