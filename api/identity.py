@@ -23,6 +23,7 @@ from torch import fx, nn
 from remat.ir import UnsupportedGraphError
 
 from .beside import MODELS
+from .compiling import note_capture
 from .dropin import Remat
 from .options import Options
 
@@ -138,7 +139,10 @@ def _class_for(base: type[nn.Module]) -> type:
         remat: Remat = vars(self)["remat"]
         bound = _original(self)
         planned = self.training and torch.is_grad_enabled() and remat.enabled
-        if not planned or torch.compiler.is_compiling():
+        if not planned:
+            return bound(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            note_capture(remat)
             return bound(*args, **kwargs)
         return remat.call(self, bound, args, kwargs)
 

@@ -11,6 +11,8 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks as saved_tensors_hooks,  # hooks in force, or None
 )
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.comptime import comptime  # runs a function while Dynamo captures its caller
+from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.source import ConstantSource
 from torch._export.utils import _compiling_state_context as compiling_state
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -51,9 +53,11 @@ __all__ = [
     "TracingContext",
     "aot_export_joint_with_descriptors",
     "compiling_state",
+    "comptime",
     "enable_python_dispatcher",
     "graph_task_id",
     "inductor_config",
+    "innermost_backend",
     "keeps_graph",
     "no_dispatch",
     "ops_with_kernel",

@@ -26,6 +26,7 @@ from .refusals import refuse_hidden_leaves
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent)
 _KEY = "remat_origin"
+_GIVEN = "remat_origin_given"
 
 
 class _Annotate(TorchFunctionMode):
@@ -80,8 +81,13 @@ def record_origins(module: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
+def give_origin(node: fx.Node, path: str, line: str) -> None:
+    """Say where a node comes from, if a trace of its graph cannot see that: its code is generated."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), _GIVEN: (path, line)}
+
+
 def origin_of(node: fx.Node) -> tuple[str, str]:
     """Module path and source line of a traced node; empty strings if unknown."""
     custom = node.meta.get("custom") or {}
-    path, line = custom.get(_KEY, ("", ""))
+    path, line = custom.get(_GIVEN) or custom.get(_KEY, ("", ""))
     return path, line
