@@ -29,7 +29,8 @@ from .guards import Call, Guard, described, make_guard, normalize
 from .module_state import traced_hooks
 from .optimizers import find_optimizer, traits, watch_optimizers
 from .options import Options
-from .planner import Planned, make_plan
+from .planned import Planned
+from .planner import make_plan
 from .progress import progress
 from .request import Request
 from .runtime import run
@@ -165,6 +166,7 @@ class Remat:
             limits=self.options.limits,
             patterns=self.options.patterns,
             dynamic=self.options.dynamic,
+            cache_dir=self.options.cache_dir,
         )
         if hooked := traced_hooks(model):
             self._warn(
