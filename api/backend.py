@@ -40,7 +40,8 @@ from .dynamo_graph import (
 from .explain import explain
 from .optimizers import find_optimizer, traits, watch_optimizers
 from .options import Options, check, patterns_of
-from .planner import Planned, make_plan
+from .planned import Planned
+from .planner import make_plan
 from .program import Program
 from .progress import progress
 from .request import Request
@@ -159,7 +160,9 @@ class Compiled:
 
     def explain(self) -> str:
         """What the plan does and what it rests on, as text."""
-        return self._current.text if self._current else "No plan yet: it is made at the first call."
+        return (
+            self._current.text if self._current else "No plan yet: it is made at the first call."
+        )
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the plan for these inputs; make it if there is none."""
@@ -190,9 +193,7 @@ class Compiled:
                 return found
         return self._make(inputs, resident, sizes)
 
-    def _make(
-        self, inputs: Sequence[Any], resident: bool, sizes: tuple[object, ...]
-    ) -> _Entry:
+    def _make(self, inputs: Sequence[Any], resident: bool, sizes: tuple[object, ...]) -> _Entry:
         """Plan for a call, and keep the plan."""
         module = BoundGraph(self.graph, self._inputs, inputs)
         check(self.options, module)
@@ -273,7 +274,9 @@ def _entry(planned: Planned, module: BoundGraph, inputs: Sequence[Any]) -> _Entr
     captured = planned.prepared.capture
     arguments = [inputs[i] for i in module.rest]
     tensors, _ = take_tensors(arguments)
-    first = {id(value): i for i, value in zip(reversed(module.rest), reversed(arguments), strict=True)}
+    first = {
+        id(value): i for i, value in zip(reversed(module.rest), reversed(arguments), strict=True)
+    }
     sources = [module.state[name] for name in (*captured.parameters, *captured.buffers)]
     sources += [first[id(tensor)] for tensor in tensors]
     program = planned.program

@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from remat.passes import Plan, Prepared
 
-from .planner import Planned, make_plan
+from .planned import Planned
+from .planner import make_plan
 from .request import Request
 
 GRACE = 20.0

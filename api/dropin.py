@@ -34,7 +34,7 @@ from .module_state import traced_hooks
 from .optimizers import Assumed, find_optimizer, traits, watch_optimizers
 from .options import Options, device_of
 from .outstanding import left_bytes
-from .planner import Planned
+from .planned import Planned
 from .progress import progress
 from .request import Request
 from .runtime import run
@@ -200,6 +200,7 @@ class Remat:
             limits=self.options.limits,
             patterns=self.options.patterns,
             dynamic=self.options.dynamic,
+            cache_dir=self.options.cache_dir,
         )
         if hooked := traced_hooks(model):
             self._warn(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from remat.passes import Patterns, Plan, Tensor, profile
 
 from .budget import in_units
-from .planner import Planned
+from .planned import Planned
 
 if TYPE_CHECKING:
     from .dropin import Stats
@@ -23,7 +23,8 @@ def explain(planned: Planned, stats: "Stats | None" = None) -> str:
         lines += [f"  {count} x {reason}" for reason, count in stats.fallbacks.items()]
         lines += [f"  another plan: {reason}" for reason in stats.replanned]
     seconds = ", ".join(f"{part} {s:.1f}" for part, s in planned.seconds.items())
-    lines.append(f"planning: {sum(planned.seconds.values()):.1f} s ({seconds})")
+    source = ", found in the cache" if planned.from_file else ""
+    lines.append(f"planning: {sum(planned.seconds.values()):.1f} s ({seconds}){source}")
     return "\n".join(lines)
 
 

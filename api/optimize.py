@@ -1,6 +1,8 @@
 """The entry points: `optimize_checkpoints` and `plan_checkpoints`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +40,9 @@ def optimize_checkpoints(
     plan_at: Mapping[str, int] | None = None,
     on_new_size: str = "replan",
     inplace: bool = False,
+    cache_dir: str | PathLike[str] | None = None,
+    verify: bool = False,
+    on_failure: str | None = None,
 ) -> nn.Module:
     """A model that trains like `model`, with the peak memory of the whole step under a budget.
 
@@ -73,6 +78,13 @@ def optimize_checkpoints(
         on_new_size: at sizes that no plan covers within the budget, "replan" makes another plan under the
             same budget, and "refuse" raises a GuardError.
         inplace: change `model` itself, for optimizers, trainers and wrappers that hold it already.
+        cache_dir: folder in which plans are kept, so that the next process with the same step, budget and
+            options need not solve again; None keeps none.
+        verify: the first step of each plan is run in eager, too, on copies of buffers and random state, and
+            outputs and gradients are compared bit for bit. That step takes the memory and time of both.
+        on_failure: where the model cannot be captured or planned, "warn" trains the original model, with
+            one warning; "raise" raises. None raises if there are example arguments, and warns on a
+            training call.
 
     Returns:
         A `torch.fx.GraphModule` that is an instance of `type(model)` and shares its parameters, buffers
@@ -90,12 +102,13 @@ def optimize_checkpoints(
             arguments do not fit its forward.
 
     Whatever is raised, the model, its buffers, gradients and the random state are as before. Without
-    example arguments the first three are raised by the first training call. Training may raise, besides
-    what eager raises:
+    example arguments the first two are raised by the first training call, and so is the third with
+    ``on_failure="raise"``. Training may raise, besides what eager raises:
         InfeasibleBudgetError: the loop has turned out to need more than was planned for (gradients that
             are accumulated, another optimizer), and no plan fits.
         GuardError: an output receives a gradient that the plan was not made for; or, with
             ``on_new_size="refuse"``, no plan covers a call's sizes.
+        VerifyError: with ``verify=True``, the planned step differs from eager.
     """
     limits = Limits(time_limit_s, gap)
     options = Options(
@@ -108,6 +121,9 @@ def optimize_checkpoints(
         patterns_of(save, recompute),
         dynamic,
         on_new_size,
+        Path(cache_dir) if cache_dir is not None else None,
+        verify,
+        on_failure,
     )
     check(options, model)
     check_example(example_args)
@@ -148,6 +164,7 @@ def plan_checkpoints(
     dynamic: Dynamic | None = None,
     plan_at: Mapping[str, int] | None = None,
     on_new_size: str = "replan",
+    cache_dir: str | PathLike[str] | None = None,
 ) -> Plan:
     """The plan that `optimize_checkpoints` would run, without running it; see there.
 
@@ -169,6 +186,8 @@ def plan_checkpoints(
         dynamic=dynamic,
         plan_at=plan_at,
         on_new_size=on_new_size,
+        cache_dir=cache_dir,
+        on_failure="raise",
     )
     plan = vars(planned)["remat"].plan
     if plan is None:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ class Options:
     patterns: Patterns
     dynamic: Dynamic | None = None
     on_new_size: str = "replan"
+    cache_dir: Path | None = None
+    verify: bool = False
+    on_failure: str | None = None
 
     def budget_bytes(self, model: nn.Module) -> int:
         """The budget in bytes; parts of a device refer to the one that the plan is for."""
@@ -80,6 +84,8 @@ def check(options: Options, model: nn.Module) -> None:
     _check_optimizer(options.optimizer, model)
     if options.on_new_size not in ("replan", "refuse"):
         raise ValueError(f"on_new_size is 'replan' or 'refuse', not {options.on_new_size!r}")
+    if options.on_failure not in ("warn", "raise", None):
+        raise ValueError(f"on_failure is 'warn', 'raise' or None, not {options.on_failure!r}")
     if options.dynamic is not None:
         check_dynamic(options.dynamic, model)
         if not any(options.dynamic.values()):

@@ -1,35 +1,25 @@
 """From a module and example arguments to a plan and the program that runs it."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-import sympy
-
-from remat.ir import Block, PatternError, Role, SolverError, Trace
-from remat.ir.domain import Domain, find_domain, torch_binding
+from remat.ir import PatternError, SolverError, Trace
+from remat.ir.domain import Domain, torch_binding
 from remat.passes import (
     Emitted,
     Index,
-    Parts,
     Patterns,
     Plan,
     Prepared,
     costs,
-    demands,
     device,
-    emit_schedule,
-    formulate,
     holders,
     live_ranges,
     overwriting_ops,
     planned_trace,
     profile,
     repeated_tensors,
-    resident_bytes,
     saved_tensors,
-    split_joint,
-    state_bytes,
     timed_costs,
     whole_step,
 )
@@ -47,112 +37,77 @@ from remat.solvers import (
     solve_windows,
 )
 
+from .cache import cached_plan, keep_plan
 from .infeasible import blame, infeasible_error
 from .orders import Arranged, arranged, choose, least_bound, least_of, ledger, searched
-from .outstanding import OTHERS, left_bytes, solve_reserved, with_others
-from .program import Program, make_program
+from .outstanding import left_bytes, solve_reserved, with_others
+from .planned import Clock, Planned, Step, runnable, step_of
 from .replay import replayed, with_proof
-from .request import (
-    Request,
-    Surroundings,
-    beside_eager,
-    eager_of,
-    prepare,
-    surroundings,
-    symbolic_eager,
-)
+from .request import Request, beside_eager, eager_of, prepare, surroundings, symbolic_eager
 
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan, and what it takes to run and to explain it."""
-
-    plan: Plan
-    program: Program | None
-    """None if the original forward runs, likewise `parts` and `emitted`."""
-    parts: Parts | None
-    prepared: Prepared
-    emitted: Emitted | None
-    trace: Trace
-    """The planned step; the eager one if the original forward runs."""
-    seconds: Mapping[str, float]
-    """Time that each part of planning took."""
-    request: Request
-    around: Surroundings
-    domain: Domain
-    """Sizes at which the plan can run."""
-    eager: EagerStep | None
-    """The eager step with symbolic sizes, if the plan runs it and sizes are dynamic."""
-
-
-@dataclass(slots=True)
-class _Clock:
-    """Where planning time goes."""
-
-    report: Callable[[str], None]
-    seconds: dict[str, float] = field(default_factory=dict)
-    part: str = ""
-    since: float = 0.0
-
-    def begin(self, part: str) -> None:
-        """Book the time since the last call, and begin the next part."""
-        now = time.perf_counter()
-        if self.part:
-            self.seconds[self.part] = self.seconds.get(self.part, 0.0) + now - self.since
-        self.part, self.since = part, now
-        if part:
-            self.report(part)
+Recall = Callable[[Prepared], Plan | None]
+"""Gives a plan that may be for a captured step."""
 
 
 def make_plan(
     request: Request,
     report: Callable[[str], None] = lambda part: None,
     prepared: Prepared | None = None,
-    recall: Callable[[Prepared], Plan | None] = lambda prepared: None,
+    recall: Recall = lambda prepared: None,
 ) -> Planned:
-    """Plan one training step.
+    """Plan one training step, or find its plan in the cache.
 
     Args:
         request: what is asked for.
         report: called with the name of each part of planning as it begins.
         prepared: the captured step, if it is known from an earlier plan of the same call.
-        recall: gives a plan that may be for this step; if it is, and fits, nothing is solved.
+        recall: if its plan is for this step, and fits, nothing is solved.
 
     Raises:
         InfeasibleBudgetError: no plan fits; names the least peak.
         PatternError: a pattern matches nothing, or cannot be kept.
         UnsupportedGraphError: the model cannot be captured.
     """
-    clock = _Clock(report)
+    clock = Clock(report)
     clock.begin("capture")
     prepared = prepared or prepare(request)
     clock.begin("eager trace")
-    around = surroundings(request, prepared)
-    asked, request = request, _with_accumulation(request)
-    eager = eager_of(request, around)
-    beside = around
-    around = replace(around, blocks=(*around.blocks, *prepared.targets))
-    others = request.protocol.forwards_outstanding - 1
+    step = step_of(request, prepared, surroundings(request, prepared))
+    if request.cache_dir is None:
+        return _new_plan(step, clock, recall(prepared))
+    clock.begin("cache")
+    found = cached_plan(step, request.cache_dir, clock)
+    if found is None:
+        found = _new_plan(step, clock, recall(prepared))
+        keep_plan(step, request.cache_dir, found)
+    return found
+
+
+def _new_plan(step: Step, clock: Clock, known: Plan | None) -> Planned:
+    """Find a plan; the known one if it is one of this step."""
+    request, prepared, others = step.request, step.prepared, step.others
+    clock.begin("eager trace")
+    eager = eager_of(request, step.beside)
     baseline = profile(eager).peak + others * left_bytes(eager)
     clock.begin("capture")
     times = op_times(prepared, request.cost_model)
     by_name = {op.name: time for op, time in zip(prepared.graph.ops, times, strict=True)}
     clock.begin("least peak")
 
-    def formulated(step: Prepared, patterns: Patterns = request.patterns) -> tuple[Problem, Index]:
-        costs = [by_name.get(op.name, 0) for op in step.graph.ops]
-        return _formulate(replace(request, patterns=patterns), step, around, costs)
+    def formulated(
+        arranged: Prepared, patterns: Patterns = request.patterns
+    ) -> tuple[Problem, Index]:
+        costs = [by_name.get(op.name, 0) for op in arranged.graph.ops]
+        return step.formulate(arranged, costs, patterns)
 
     brief = replace(request.limits, time_s=request.limits.time_s / 6)
-    known = recall(prepared)
     if known and known.is_eager and request.budget < baseline:
         known = None
     again = replayed(known, prepared, formulated) if known else None
     known = known if again else None
     candidates = [again] if again else arranged(prepared, formulated, brief)
-    if (
-        not again and request.budget < least_of(candidates).least.peak
-    ):  # look harder before giving up
+    short = request.budget < least_of(candidates).least.peak
+    if short and not again:  # look harder before giving up
         longer = replace(request.limits, time_s=request.limits.time_s / 2)
         candidates = searched(candidates, longer)
     tightest = least_of(candidates)
@@ -167,65 +122,29 @@ def make_plan(
 
     if least.peak >= FORBIDDEN:
         raise PatternError(f"no budget lets a plan keep to the patterns. {blamed()}")
-
-    def emitted(step: Arranged, schedule: Sequence[int], others: int = 0) -> Emitted:
-        blocks = [*beside.blocks]
-        if others:
-            left = others * left_bytes(emitted(step, schedule).trace)
-            blocks.append(Block(OTHERS, Role.ACTIVATION, sympy.Integer(left), -1, 0))
-        return emit_schedule(
-            step.prepared,
-            step.index,
-            schedule,
-            request.protocol,
-            extra=blocks,
-            optimizer=around.optimizer,
-        )
-
-    optimizer_peak = _optimizer_peak(prepared, request, around)
+    optimizer_peak = _optimizer_peak(step)
     least_peak_bytes = max(least.peak, optimizer_peak)
     if others:
-        least_peak_bytes = profile(emitted(tightest, least.schedule, others).trace).peak
+        least_peak_bytes = profile(_emitted(step, tightest, least.schedule, others).trace).peak
     only_planned = bool(request.patterns.recompute)  # eager keeps what it computes
     least_bytes = least_peak_bytes if only_planned else min(baseline, least_peak_bytes)
     bound_bytes = min(least_bytes, max(optimizer_peak, least_bound(candidates)))
     beforehand = profile(eager).resident
-    figures = _Figures(
-        asked, prepared, around, baseline, beforehand, least_bytes, bound_bytes, sum(times)
-    )
+    figures = _Figures(step, baseline, beforehand, least_bytes, bound_bytes, sum(times))
     if request.budget >= baseline and not only_planned:
         clock.begin("")
-        step = symbolic_eager(asked) if asked.dynamic else None
-        domain = step.domain if step else Domain(asked.sizes, asked.sizes, ())
-        trace = beside_eager(_fitted(step), beside) if step else None
-        plan = _with_sizes(_plan(figures, None, None), domain, trace, others)
-        plan = with_proof(plan, known) if known else plan
-        return Planned(
-            plan, None, None, prepared, None, eager, clock.seconds, request, beside, domain, step
-        )
+        return _eager_plan(figures, eager, clock, known)
     if request.budget < least_bytes and again:  # it fits no more with all that is beside the step
-        return make_plan(asked, report, prepared)
+        return _new_plan(step, clock, None)
     if request.budget < least_bytes:
-        trace = emitted(tightest, least.schedule, others).trace
+        trace = _emitted(step, tightest, least.schedule, others).trace
         raise infeasible_error(request.budget, least_bytes, trace, blamed(), bound_bytes)
     clock.begin("solve")
     chosen = tightest if others else choose(candidates)
-
-    def solve(budget: int) -> Solution:
-        capped = replace(chosen.problem, budget=budget)
-        return solve_windows(capped, request.limits, start=chosen.least.schedule)
-
-    def left(solution: Solution) -> int:
-        return others * left_bytes(emitted(chosen, solution.schedule).trace)
-
-    budget = request.budget
-    if again:
-        solution = again.least
-    else:
-        solution = solve_reserved(solve, left, chosen.least, budget) if others else solve(budget)
+    solution = again.least if again else _solved(step, chosen)
     clock.begin("rewrite")
-    best = emitted(chosen, solution.schedule, others)
-    kept = left(solution) if others else 0
+    best = _emitted(step, chosen, solution.schedule, others)
+    kept = others * left_bytes(_emitted(step, chosen, solution.schedule).trace) if others else 0
     plan = _plan(figures, solution, best)
     plan = replace(
         plan,
@@ -239,26 +158,55 @@ def make_plan(
             f"{request.budget}: the solver's model and the program disagree. This is a defect of "
             "remat; please report it with the model."
         )
-    parts = split_joint(best.rewritten, prepared.signature)
-    program = make_program(parts, prepared, request.protocol)
-    captured = prepared.capture
-    domain = find_domain(best.rewritten.joint, asked.sizes, captured.symbols)
-    symbolic = symbolic_step(best, domain).trace if domain.symbols else None
-    plan = _with_sizes(plan, domain, symbolic, others)
+    made = runnable(step, plan, best, clock.seconds)
+    symbolic = symbolic_step(best, made.domain).trace if made.domain.symbols else None
+    made = replace(made, plan=_with_sizes(plan, made.domain, symbolic, others))
     clock.begin("")
+    return made
+
+
+def _eager_plan(figures: "_Figures", eager: Trace, clock: Clock, known: Plan | None) -> Planned:
+    """The plan that runs the model as it is."""
+    step = figures.step
+    asked = step.asked
+    symbolic = symbolic_eager(asked) if asked.dynamic else None
+    domain = symbolic.domain if symbolic else Domain(asked.sizes, asked.sizes, ())
+    trace = beside_eager(_fitted(symbolic), step.beside) if symbolic else None
+    plan = _with_sizes(_plan(figures, None, None), domain, trace, step.others)
+    plan = with_proof(plan, known) if known else plan
     return Planned(
         plan,
-        program,
-        parts,
-        prepared,
-        best,
-        best.trace,
-        clock.seconds,
-        request,
-        beside,
-        domain,
         None,
+        None,
+        step.prepared,
+        None,
+        eager,
+        clock.seconds,
+        step.request,
+        step.beside,
+        domain,
+        symbolic,
     )
+
+
+def _emitted(step: Step, order: Arranged, schedule: Sequence[int], others: int = 0) -> Emitted:
+    return step.emit(order.prepared, order.index, schedule, others)
+
+
+def _solved(step: Step, chosen: Arranged) -> Solution:
+    """The cheapest schedule in the chosen order that fits the budget."""
+    limits, budget = step.request.limits, step.request.budget
+
+    def solve(budget: int) -> Solution:
+        capped = replace(chosen.problem, budget=budget)
+        return solve_windows(capped, limits, start=chosen.least.schedule)
+
+    def left(solution: Solution) -> int:
+        return step.others * left_bytes(_emitted(step, chosen, solution.schedule).trace)
+
+    if not step.others:
+        return solve(budget)
+    return solve_reserved(solve, left, chosen.least, budget)
 
 
 def _with_sizes(plan: Plan, domain: Domain, trace: Trace | None, others: int) -> Plan:
@@ -286,19 +234,12 @@ def _fitted(step: EagerStep) -> Trace:
     return with_scratch(step.trace, fit_scratch(step.calls, domain.symbols, domain.conditions))
 
 
-def _optimizer_peak(prepared: Prepared, request: Request, around: Surroundings) -> int:
+def _optimizer_peak(step: Step) -> int:
     """Peak of the optimizer step, which no plan can change."""
-    graph = prepared.graph
-    ranges = live_ranges(graph, holders(graph, request.protocol, {}))
+    graph, around = step.prepared.graph, step.around
+    ranges = live_ranges(graph, holders(graph, step.request.protocol, {}))
     found = profile(whole_step(planned_trace(graph, ranges), around.blocks, around.optimizer))
     return max(found.bytes[len(graph.ops) :], default=0)
-
-
-def _with_accumulation(request: Request) -> Request:
-    """With several forwards outstanding, one backward finds the gradients of another."""
-    protocol = request.protocol
-    resident = protocol.gradients_resident or protocol.forwards_outstanding > 1
-    return replace(request, protocol=replace(protocol, gradients_resident=resident))
 
 
 def op_times(prepared: Prepared, cost_model: str) -> list[int]:
@@ -315,25 +256,9 @@ def op_times(prepared: Prepared, cost_model: str) -> list[int]:
     return [times.get(op.name, 0) for op in prepared.graph.ops]
 
 
-def _formulate(
-    request: Request, prepared: Prepared, around: Surroundings, times: Sequence[int]
-) -> tuple[Problem, Index]:
-    return formulate(
-        prepared.graph,
-        times,
-        request.protocol,
-        resident=sum(resident_bytes(prepared.graph).values()) + around.bytes,
-        budget=request.budget,
-        state_bytes=state_bytes(str(prepared.device)),
-        demanded=demands(prepared.graph, request.patterns, request.protocol),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    request: Request
-    prepared: Prepared
-    around: Surroundings
+    step: Step
     baseline: int
     beforehand: int
     """Bytes on the device before the step, if eager runs it: constants of the graph are not there."""
@@ -344,21 +269,20 @@ class _Figures:
 
 def _plan(figures: _Figures, solution: Solution | None, emitted: Emitted | None) -> Plan:
     """The plan with its figures; without a solution, the one that runs the model as it is."""
-    request, prepared = figures.request, figures.prepared
+    request, prepared = figures.step.request, figures.step.prepared
     base = max(1, figures.step_time_ns)
-    resident = sum(resident_bytes(prepared.graph).values()) + figures.around.bytes
     return Plan(
         steps=emitted.steps if emitted else (),
         stage_ends=emitted.stage_ends if emitted else (),
-        protocol=request.protocol,
+        protocol=figures.step.asked.protocol,
         device=str(prepared.device),
         cost_model=request.cost_model,
         optimizer=request.optimizer.how,
-        loss=_where_is_loss(figures),
+        loss=_where_is_loss(figures.step),
         route=prepared.capture.route,
         budget_bytes=request.budget,
         peak_bytes=profile(emitted.trace).peak if emitted else figures.baseline,
-        resident_bytes=resident if emitted else figures.beforehand,
+        resident_bytes=figures.step.resident if emitted else figures.beforehand,
         baseline_peak_bytes=figures.baseline,
         least_peak_bytes=figures.least,
         least_peak_bound_bytes=figures.least_bound,
@@ -377,11 +301,9 @@ def _plan(figures: _Figures, solution: Solution | None, emitted: Emitted | None)
     )
 
 
-def _where_is_loss(figures: _Figures) -> str:
-    if figures.request.loss_fn is not None:
+def _where_is_loss(step: Step) -> str:
+    if step.request.loss_fn is not None:
         return "traced with the model"
-    scalar = any(
-        figures.prepared.capture.results()[i].dim() == 0
-        for i in figures.prepared.capture.gradient_outputs
-    )
+    captured = step.prepared.capture
+    scalar = any(captured.results()[i].dim() == 0 for i in captured.gradient_outputs)
     return "inside the model" if scalar else "outside, not counted"

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -54,6 +55,8 @@ class Request:
     patterns: Patterns
     dynamic: Dynamic | None = None
     """Which sizes are symbols."""
+    cache_dir: Path | None = None
+    """Folder in which plans are kept for later processes; None: nowhere."""
 
     @property
     def sizes(self) -> dict[str, int]:

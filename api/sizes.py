@@ -25,7 +25,7 @@ from remat.passes.realize import at, described, renamed
 from .budget import in_units
 from .guards import Call
 from .outstanding import with_others
-from .planner import Planned
+from .planned import Planned
 from .request import Request, beside_eager
 
 

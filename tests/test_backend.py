@@ -58,9 +58,7 @@ def options(budget: str, **more: Any) -> dict[str, Any]:
     return {"budget_gb": budget, "optimizer": "AdamW", **FAST, **more}
 
 
-def record(
-    model: nn.Module, losses: Callable[[], list[Tensor]], steps: int = 2
-) -> list[Tensor]:
+def record(model: nn.Module, losses: Callable[[], list[Tensor]], steps: int = 2) -> list[Tensor]:
     """All that some AdamW steps compute; several losses are several backwards of one step."""
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(7)

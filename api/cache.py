@@ -1,0 +1,224 @@
+"""Plans kept in a folder for later processes: one JSON file for each step that was planned.
+
+Definitions.
+    (1) A step's *fingerprint* is the hash of all that its plan depends on: the lifted graph (ops, sizes,
+        types, names, source lines, scratch), what is beside it on the device, the optimizer step, budget,
+        protocol, patterns, limits, cost model, device, the versions of torch and of this library. It has no
+        addresses in it and no hash of Python's own, so it is the same in every process.
+    (2) A file is *stale* if it cannot be read, if it is for another fingerprint, or if the program that its
+        plan stands for, written out anew, is not the one that was stored: the same tensors saved and
+        repeated, the same peak, within the budget.
+
+A step must be captured to be known, so capture is not saved; nor is writing out the program, which is also
+the check. Saved are the eager trace, the search for the least peak and the solver. A stale file is reported
+and replaced. Files are written under another name and then moved, so that readers and other writers see
+whole files only.
+
+Not kept: plans with dynamic sizes that run the model as it is; that a budget is infeasible.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+import warnings
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+
+from remat.ir import Block, Instant, Phase, Role, Trace, VerifyError
+from remat.ir.domain import Domain
+from remat.passes import (
+    Emitted,
+    Plan,
+    overwriting_ops,
+    profile,
+    reorder_step,
+    repeated_tensors,
+    saved_tensors,
+)
+from remat.solvers import evaluate
+
+from .outstanding import left_bytes
+from .planned import Clock, Planned, Step, runnable
+
+FORMAT = 1
+"""Of the files; another one has other fingerprints."""
+
+
+def fingerprint(step: Step) -> str:
+    """What a step's plan depends on, hashed."""
+    request, prepared = step.asked, step.prepared
+    captured = prepared.capture
+    gpu = prepared.device.type == "cuda" and torch.cuda.is_available()
+    parts = (
+        FORMAT,
+        version("remat"),
+        torch.__version__,
+        str(prepared.device),
+        torch.cuda.get_device_name(prepared.device) if gpu else "",
+        (request.budget, request.protocol, request.cost_model, request.limits, request.patterns),
+        sorted((name, *sorted(dims.items())) for name, dims in (request.dynamic or {}).items()),
+        (request.optimizer.how, request.loss_fn is not None),
+        (captured.parameters, captured.buffers, captured.arguments, str(captured.route)),
+        (captured.requires_grad, captured.gradient_outputs, sorted(prepared.sizes.items())),
+        (prepared.graph, prepared.loss, prepared.unmeasured),
+        (step.around, step.beside),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def cached_plan(step: Step, folder: Path, clock: Clock) -> Planned | None:
+    """The plan that is kept for a step, checked; None if there is none, or a stale one."""
+    path = _path(step, folder)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["fingerprint"] != fingerprint(step):
+            raise VerifyError("it is for another step")
+        plan = Plan.from_json(json.dumps(data["plan"]))
+        if plan.is_eager:
+            return _eager_again(step, plan, _trace(data["trace"]), clock)
+        return _again(step, plan, clock)
+    except (
+        OSError
+    ):  # none yet; that a folder is out of reach is reported when the plan is to be kept
+        return None
+    except Exception as error:  # whatever a file may hold that is not what was written
+        _report_stale(path, error)
+        return None
+
+
+def keep_plan(step: Step, folder: Path, planned: Planned) -> None:
+    """Keep a plan; that this fails is reported, and no more."""
+    plan = planned.plan
+    if plan.is_eager and step.asked.dynamic:
+        return
+    path = _path(step, folder)
+    data = {
+        "fingerprint": fingerprint(step),
+        "plan": json.loads(plan.to_json()),
+        "trace": _trace_data(planned.trace) if plan.is_eager else None,
+    }
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            draft.write_text(json.dumps(data), encoding="utf-8")
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        warnings.warn(f"remat: the plan could not be kept in {folder}: {error}", stacklevel=2)
+
+
+def _path(step: Step, folder: Path) -> Path:
+    return folder / f"{fingerprint(step)[:32]}.json"
+
+
+def _report_stale(path: Path, error: Exception) -> None:
+    why = f"{type(error).__name__}: {error}".splitlines()[0]
+    warnings.warn(
+        f"remat: the plan in {path} is stale, so the step is planned anew and the file replaced: {why}",
+        stacklevel=2,
+    )
+
+
+def _again(step: Step, plan: Plan, clock: Clock) -> Planned:
+    """Write the program of a plan out, and check that it is the one that was planned.
+
+    Raises:
+        VerifyError: it is not.
+    """
+    clock.begin("rewrite")
+    prepared, patterns = step.prepared, step.request.patterns
+
+    def times(count: int) -> list[int]:
+        return [0] * count  # nothing is solved
+
+    problem, index = step.formulate(prepared, times(len(prepared.graph.ops)), patterns)
+    if plan.reordered:
+        number = {prepared.graph.ops[op].name: i for i, op in enumerate(index.ops)}
+        prepared = reorder_step(prepared, index, [number[n] for n in dict.fromkeys(plan.steps)])
+        problem, index = step.formulate(prepared, times(len(prepared.graph.ops)), patterns)
+    number = {prepared.graph.ops[op].name: i for i, op in enumerate(index.ops)}
+    schedule = [number[name] for name in plan.steps]
+    evaluate(problem, schedule)  # raises for what is no schedule of this problem
+    emitted = step.emit(prepared, index, schedule, step.others)
+    if _as_stored(step, plan, emitted) != plan or plan.peak_bytes > step.request.budget:
+        raise VerifyError("its program is not the one that was planned")
+    planned = runnable(step, plan, emitted, clock.seconds)
+    if planned.domain.text() != plan.domain:
+        raise VerifyError("it can run at other sizes than planned")
+    clock.begin("")
+    return replace(planned, from_file=True)
+
+
+def _as_stored(step: Step, plan: Plan, emitted: Emitted) -> Plan:
+    """The plan with all that follows from its program found anew."""
+    return replace(
+        plan,
+        steps=emitted.steps,
+        stage_ends=emitted.stage_ends,
+        budget_bytes=step.request.budget,
+        peak_bytes=profile(emitted.trace).peak,
+        resident_bytes=step.resident,
+        saved=saved_tensors(emitted),
+        recomputed=repeated_tensors(emitted),
+        reused=overwriting_ops(emitted),
+        unmeasured=step.prepared.unmeasured,
+    )
+
+
+def _eager_again(step: Step, plan: Plan, trace: Trace, clock: Clock) -> Planned:
+    """The plan that runs the model as it is; the trace is checked against its figures.
+
+    Raises:
+        VerifyError: they differ.
+    """
+    found = profile(trace)
+    peak = found.peak + step.others * left_bytes(trace)
+    budget = step.request.budget
+    if (peak, found.resident) != (plan.peak_bytes, plan.resident_bytes) or peak > budget:
+        raise VerifyError("its figures are not those of its trace")
+    clock.begin("")
+    sizes = step.asked.sizes
+    return Planned(
+        plan,
+        None,
+        None,
+        step.prepared,
+        None,
+        trace,
+        clock.seconds,
+        step.request,
+        step.beside,
+        Domain(sizes, sizes, ()),
+        None,
+        from_file=True,
+    )
+
+
+def _trace_data(trace: Trace) -> dict[str, Any]:
+    return {
+        "instants": [
+            (i.name, i.target, i.phase, int(i.scratch), i.source, i.module) for i in trace.instants
+        ],
+        "blocks": [(b.name, b.role, int(b.size), b.birth, b.death) for b in trace.blocks],
+    }
+
+
+def _trace(data: dict[str, Any]) -> Trace:
+    return Trace(
+        tuple(
+            Instant(name, target, Phase(phase), sympy.Integer(scratch), source, module)
+            for name, target, phase, scratch, source, module in data["instants"]
+        ),
+        tuple(
+            Block(name, Role(role), sympy.Integer(size), birth, death)
+            for name, role, size, birth, death in data["blocks"]
+        ),
+    )

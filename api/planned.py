@@ -1,0 +1,180 @@
+"""What planning yields, and the steps on the way to it that a plan from the cache takes, too."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import sympy
+
+from remat.ir import Block, Role, Trace
+from remat.ir.domain import Domain, find_domain
+from remat.passes import (
+    Emitted,
+    Index,
+    Parts,
+    Patterns,
+    Plan,
+    Prepared,
+    demands,
+    emit_schedule,
+    formulate,
+    resident_bytes,
+    split_joint,
+    state_bytes,
+)
+from remat.passes.eager import EagerStep
+from remat.solvers import Problem
+
+from .outstanding import OTHERS, left_bytes
+from .program import Program, make_program
+from .request import Request, Surroundings
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what it takes to run and to explain it."""
+
+    plan: Plan
+    program: Program | None
+    """None if the original forward runs, likewise `parts` and `emitted`."""
+    parts: Parts | None
+    prepared: Prepared
+    emitted: Emitted | None
+    trace: Trace
+    """The planned step; the eager one if the original forward runs."""
+    seconds: Mapping[str, float]
+    """Time that each part of planning took."""
+    request: Request
+    around: Surroundings
+    domain: Domain
+    """Sizes at which the plan can run."""
+    eager: EagerStep | None
+    """The eager step with symbolic sizes, if the plan runs it and sizes are dynamic."""
+    from_file: bool = False
+    """The plan was found in the cache."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where planning time goes."""
+
+    report: Callable[[str], None]
+    seconds: dict[str, float] = field(default_factory=dict)
+    part: str = ""
+    since: float = 0.0
+
+    def begin(self, part: str) -> None:
+        """Book the time since the last call, and begin the next part."""
+        now = time.perf_counter()
+        if self.part:
+            self.seconds[self.part] = self.seconds.get(self.part, 0.0) + now - self.since
+        self.part, self.since = part, now
+        if part:
+            self.report(part)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The step that is to be planned."""
+
+    asked: Request
+    """As the user asked for it."""
+    request: Request
+    """With several forwards outstanding, one backward finds the gradients of another."""
+    prepared: Prepared
+    beside: Surroundings
+    """What is on the device beside parameters, buffers and arguments."""
+    around: Surroundings
+    """The same, with what the loss needs beside the outputs."""
+
+    @property
+    def others(self) -> int:
+        """Forwards that are outstanding beside the planned one."""
+        return self.request.protocol.forwards_outstanding - 1
+
+    @property
+    def resident(self) -> int:
+        """Bytes on the device throughout the step."""
+        return sum(resident_bytes(self.prepared.graph).values()) + self.around.bytes
+
+    def formulate(
+        self, prepared: Prepared, times: Sequence[int], patterns: Patterns
+    ) -> tuple[Problem, Index]:
+        """The problem of the step.
+
+        Args:
+            prepared: the step in one order.
+            times: of its ops, nanoseconds.
+            patterns: to keep to.
+        """
+        graph, protocol = prepared.graph, self.request.protocol
+        return formulate(
+            graph,
+            times,
+            protocol,
+            resident=sum(resident_bytes(graph).values()) + self.around.bytes,
+            budget=self.request.budget,
+            state_bytes=state_bytes(str(prepared.device)),
+            demanded=demands(graph, patterns, protocol),
+        )
+
+    def emit(
+        self, prepared: Prepared, index: Index, schedule: Sequence[int], others: int = 0
+    ) -> Emitted:
+        """A schedule as a program.
+
+        Args:
+            prepared: the step in one order.
+            index: of its problem.
+            schedule: problem ops in order of execution.
+            others: forwards that are outstanding beside this one.
+        """
+        blocks = [*self.beside.blocks]
+        if others:
+            left = others * left_bytes(self.emit(prepared, index, schedule).trace)
+            blocks.append(Block(OTHERS, Role.ACTIVATION, sympy.Integer(left), -1, 0))
+        return emit_schedule(
+            prepared,
+            index,
+            schedule,
+            self.request.protocol,
+            extra=blocks,
+            optimizer=self.around.optimizer,
+        )
+
+
+def step_of(request: Request, prepared: Prepared, beside: Surroundings) -> Step:
+    """The step of a request."""
+    protocol = request.protocol
+    resident = protocol.gradients_resident or protocol.forwards_outstanding > 1
+    accumulated = replace(request, protocol=replace(protocol, gradients_resident=resident))
+    around = replace(beside, blocks=(*beside.blocks, *prepared.targets))
+    return Step(request, accumulated, prepared, beside, around)
+
+
+def runnable(step: Step, plan: Plan, emitted: Emitted, seconds: Mapping[str, float]) -> Planned:
+    """A plan with the graphs that run it.
+
+    Args:
+        step: that is planned.
+        plan: its plan.
+        emitted: the plan's schedule as a program.
+        seconds: see `Planned`.
+    """
+    prepared = step.prepared
+    captured = prepared.capture
+    parts = split_joint(emitted.rewritten, prepared.signature)
+    domain = find_domain(emitted.rewritten.joint, step.asked.sizes, captured.symbols)
+    return Planned(
+        plan,
+        make_program(parts, prepared, step.request.protocol),
+        parts,
+        prepared,
+        emitted,
+        emitted.trace,
+        seconds,
+        step.request,
+        step.beside,
+        domain,
+        None,
+    )
