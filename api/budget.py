@@ -73,9 +73,11 @@ def device_memory(device: "torch.device") -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def available_memory(device: torch.device) -> int:
+def available_memory(device: "torch.device") -> int:
     """Bytes of it that this process can have: what is free and, on CUDA, what its allocator holds."""
     if device.type == "cuda":
+        import torch
+
         return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     return device_memory(device)
 
