@@ -30,6 +30,9 @@ class Options:
     patterns: Patterns
     dynamic: Dynamic | None = None
     on_new_size: str = "replan"
+    sees_others: bool = True
+    """Other models in the process are counted. Not if the plan is for an example: it may be made while models
+    are alive that will not be there in training, and is what the protocol says."""
 
     def budget_bytes(self, model: nn.Module) -> int:
         """The budget in bytes; parts of a device refer to the one that the plan is for."""
