@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from remat.ir import GuardError
+from remat.ir import GuardError, InfeasibleBudgetError
 from remat.ir.capture import argument_names
 from remat.ir.structure import rebuilder, take_tensors
 from remat.passes import Plan
@@ -181,7 +181,7 @@ class Remat:
         known = [e.planned for e in self._distinct(resident=False) if e.needs == needs]
         asked = self._stepped or self.options.optimizer
         buckets = buckets_of(model)
-        beside = self._others.bytes(model, device_of(model), again=True)
+        beside = self._beside(model, again=True)
         protocol = self.options.protocol
         request = Request(
             module=model,
@@ -209,10 +209,13 @@ class Remat:
                 "becomes part of the plan, what else they do does not happen in planned steps.",
             )
         with self._original_runs(), progress() as report:
-            name = f"{self.number}/{self.stats.plans}"
-            planned = plan_together(
-                request, report, prepared_for(request, known), name, first=self.stats.plans == 0
-            )
+            name, first = f"{self.number}/{self.stats.plans}", self.stats.plans == 0
+            try:
+                planned = plan_together(request, report, prepared_for(request, known), name, first)
+            except InfeasibleBudgetError as error:
+                if beside:
+                    error.add_note(f"{beside} bytes are counted for other models in this process.")
+                raise
         captured = planned.prepared.capture
         dims = tuple(frozenset(dynamic.get(name, ())) for name in names)
         guard = make_guard(model, call, planned.prepared, dims)
@@ -246,6 +249,12 @@ class Remat:
         if current is None or current.needs == needs or len(current.needs) != len(needs):
             return current
         return next((e for e in self._entries.values() if e.needs == needs), None)
+
+    def _beside(self, model: nn.Module, *, again: bool = False) -> int:
+        """Bytes to count for other models in the process."""
+        if not self.options.sees_others:
+            return 0
+        return self._others.bytes(model, device_of(model), again=again)
 
     def left_bytes(self) -> int:
         """What forwards have left whose backward has not run, bytes, at the sizes of the last plan."""
@@ -324,7 +333,7 @@ class Remat:
             entry = self.make(model, forward, call, resident)
         else:
             entry = self._at(tensors, resident)
-            if entry is None or entry.beside < self._others.bytes(model, device_of(model)):
+            if entry is None or entry.beside < self._beside(model):
                 entry = self._plan_again(model, forward, call, resident)
         if entry is not previous or not self.stats.planned:
             self._check_device(model, entry)
@@ -406,9 +415,11 @@ class Remat:
         return output
 
     def _check_device(self, model: nn.Module, entry: _Entry) -> None:
-        peak, memory = entry.planned.plan.peak_bytes, available_memory(device_of(model))
-        if peak > memory:
-            others = f", {entry.beside} of them for other models" if entry.beside else ""
+        where = device_of(model)
+        beside = self._others.bytes(model, where)
+        peak = entry.planned.plan.peak_bytes + max(0, beside - entry.beside)
+        if peak > (memory := available_memory(where)):
+            others = f", {beside} of them for other models" if beside else ""
             self._warn(
                 "device",
                 f"remat: the step is planned to take {peak} bytes{others}, and the device has {memory} for "

@@ -34,6 +34,9 @@ class Options:
     cache_dir: Path | None = None
     verify: bool = False
     on_failure: str | None = None
+    sees_others: bool = True
+    """Other models in the process are counted. Not if the plan is for an example: it may be made while models
+    are alive that will not be there in training, and is what the protocol says."""
 
     def budget_bytes(self, model: nn.Module) -> int:
         """The budget in bytes; parts of a device refer to the one that the plan is for."""

@@ -12,7 +12,13 @@ from torch.nn import functional
 from training import equal
 
 import remat.dropin
-from remat import StepProtocol, measure_peak, optimize_checkpoints, resident_bytes
+from remat import (
+    InfeasibleBudgetError,
+    StepProtocol,
+    measure_peak,
+    optimize_checkpoints,
+    resident_bytes,
+)
 
 WIDTH = 32
 ROWS = 128
@@ -182,6 +188,22 @@ def test_calls_whose_arguments_need_other_gradients_have_plans_of_their_own() ->
         model.zero_grad()
     assert (planned.remat.stats.planned, planned.remat.stats.plans) == (4, 2)
     assert planned.remat.stats.fallbacks == {}
+
+
+def test_a_budget_that_others_fill_names_them_and_a_plan_for_an_example_is_as_told() -> None:
+    torch.manual_seed(0)
+    other, x = optimised(perceptron(WIDTH, 30), 10**6), torch.randn(4, WIDTH)
+    held = resident_bytes(other)
+    lazy = optimised(perceptron(WIDTH, 1), held, optimizer="SGD")
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        lazy(x)
+    assert caught.value.__notes__ == [
+        f"{held} bytes are counted for other models in this process."
+    ]
+    told = optimised(perceptron(WIDTH, 1), held, optimizer="SGD", example_args=(x,))
+    told(x).sum().backward()
+    assert told.remat.plan.resident_bytes < held
+    assert (told.remat.stats.planned, told.remat.stats.plans) == (1, 1)
 
 
 def test_a_step_that_the_device_cannot_hold_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
