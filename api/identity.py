@@ -9,6 +9,7 @@ import copy
 import copyreg
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -50,7 +51,8 @@ def make_dropin(model: nn.Module, options: Options) -> nn.Module:
     if patched is not None:
         vars(instance)[_PATCHED] = _rebound(patched, model, instance)
     signature = inspect.signature(_original(instance))
-    vars(instance)["remat"] = Remat(options, signature)
+    vars(instance)["remat"] = remat = Remat(options, signature)
+    remat.owner = weakref.ref(instance)
     assert isinstance(instance, nn.Module)
     return instance
 
@@ -137,6 +139,7 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         state[_PATCHED] = state.pop("forward")
     vars(instance).update(state)
     remat: Remat = vars(model)["remat"]
-    vars(instance)["remat"] = Remat(remat.options, remat.signature)
+    vars(instance)["remat"] = own = Remat(remat.options, remat.signature)
+    own.owner = weakref.ref(instance)
     assert isinstance(instance, nn.Module)
     return instance

@@ -41,6 +41,7 @@ def find_optimizer(module: nn.Module, asked: Optimizer | str | None) -> Assumed:
     if asked is None:
         return Assumed(None, "none")
     if isinstance(asked, Optimizer):
+        asked = _unwrapped(asked)
         return Assumed(asked, f"{type(asked).__name__}, given")
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters:
@@ -68,6 +69,14 @@ def _make(cls: Any, parameters: list[nn.Parameter]) -> Optimizer:
     return made
 
 
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that this one hands everything on to, as accelerate's do; else itself."""
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and value.state is optimizer.state:
+            return value
+    return optimizer
+
+
 def _live_optimizer(parameters: list[nn.Parameter]) -> Optimizer | None:
     """The optimizer in the process that holds most of the parameters; None if none holds any."""
     wanted = {id(p) for p in parameters}
@@ -82,7 +91,7 @@ def _live_optimizer(parameters: list[nn.Parameter]) -> Optimizer | None:
         and candidate not in _ours
     ]
     count, found = max(held, key=lambda entry: entry[0], default=(0, None))
-    return found if count else None
+    return _unwrapped(found) if found and count else None
 
 
 def traits(optimizer: Optimizer | None) -> object:
