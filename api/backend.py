@@ -27,7 +27,6 @@ from remat.passes import Plan, StepProtocol
 from remat.solvers import Limits
 
 from .compiling import options_inside
-from .dropin import PLANS
 from .dynamo_graph import (
     BoundGraph,
     broken_at,
@@ -38,6 +37,7 @@ from .dynamo_graph import (
     share_memory,
 )
 from .explain import explain
+from .kept import PLANS
 from .optimizers import find_optimizer, traits, watch_optimizers
 from .options import Options, check, patterns_of
 from .planned import Planned
@@ -75,7 +75,8 @@ def backend(
     asked = options_inside(graph.graph) if options is None else _options(**dict(options))
     if asked is None:
         raise TypeError(
-            'the backend "remat" needs a budget: torch.compile(..., backend="remat", options={"budget_gb": 20})'
+            'the backend "remat" needs a budget: torch.compile(..., backend="remat", '
+            'options={"budget_gb": 20})'
         )
     give_origins(graph)
     return Compiled(graph, asked)

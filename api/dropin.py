@@ -2,8 +2,9 @@
 
 A training call runs the planned graph within the guards of the plan, and the original forward outside
 them, counted. A plan is made on the first training call, or for an example; again when gradients are
-resident though it assumed none, and when another optimizer than the assumed one steps. Eval mode,
-`no_grad` and compilers never come here: they see the original forward.
+resident though it assumed none, when another optimizer than the assumed one steps, and when calls have
+changed in a way that another plan can follow (`outside`). Eval mode, `no_grad` and compilers never come
+here: they see the original forward.
 """
 
 import contextlib
@@ -11,17 +12,16 @@ import inspect
 import itertools
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from remat.ir import GuardError, InfeasibleBudgetError
+from remat.ir import GuardError, InfeasibleBudgetError, UnsupportedGraphError
 from remat.ir.capture import argument_names
+from remat.ir.fake import Dynamic
 from remat.ir.structure import rebuilder, take_tensors
 from remat.passes import Plan
 
@@ -29,53 +29,25 @@ from .beside import MODELS, Others, follow
 from .budget import available_memory
 from .distributed import buckets_of, plan_together
 from .explain import explain
-from .guards import Call, Guard, described, make_guard, normalize
+from .guards import Call, make_guard, normalize
+from .kept import Entry, Family, Kept, changing, largest
 from .module_state import traced_hooks
 from .optimizers import Assumed, find_optimizer, traits, watch_optimizers
 from .options import Options, device_of
+from .outside import Outside, Remedy
 from .outstanding import left_bytes
 from .planned import Planned
 from .progress import progress
 from .request import Request
 from .runtime import run
 from .sizes import at_sizes, peak_at, prepared_for, why_not_at
+from .stats import Stats
 from .wrappers import is_sharded, refuse_sharded
 
 SHARDED = Assumed(None, "none: the parameters are sharded")
 """The optimizer of a sharded model, which holds shards that the plan does not know."""
-PLANS = 8
-"""Plans that are kept; each has its own graphs."""
-
-
-@dataclass(slots=True)
-class Stats:
-    """What the calls of a drop-in did."""
-
-    planned: int = 0
-    """Training calls that ran a plan (or the original forward, where the plan says so)."""
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    """Training calls outside the guards, which ran the original forward, by reason."""
-    plans: int = 0
-    """Plans that were made."""
-    replanned: Counter[str] = field(default_factory=Counter)
-    """Those of them that were made for new sizes, by size and reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    guard: Guard
-    planned: Planned
-    rebuild: Callable[[Any], Any]
-    needs: tuple[bool, ...]
-    """Which tensor arguments require a gradient. A generator trains through a discriminator whose own step
-    needs none: two kinds of call, each with its plan."""
-    beside: int
-    """Bytes that are counted for other models."""
-    left: int
-    """Bytes that a forward leaves for its backward."""
-
-
-_Key = tuple[bool, tuple[Any, ...]]
+ANEW = 8
+"""Plans that are made because calls have changed in kind; further changes fall back."""
 _numbers = itertools.count()
 """Of drop-ins, in the order in which they are made: the same on all ranks of a training run."""
 
@@ -92,13 +64,16 @@ class Remat:
         """
         self.options = options
         self.signature = signature
+        self.owner: Callable[[], nn.Module | None] = lambda: None
+        """The drop-in."""
         self.stats = Stats()
         self.enabled = True
         self.number = next(_numbers)
-        self._entries: dict[_Key, _Entry] = {}
-        """By whether gradients are resident when the forward begins, and by what the arguments are if sizes
-        are dynamic."""
-        self._current: _Entry | None = None
+        self._kept = Kept()
+        self._anew = 0
+        self._steps_without = 0
+        self._unplannable: dict[str, str] = {}
+        self._current: Entry | None = None
         self._outstanding = 0
         self._followed = 0
         """The same, of forwards that ran as they are because a plan says so."""
@@ -107,6 +82,7 @@ class Remat:
         self._assumed: object = None
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: Optimizer | None = None
+        watch_optimizers(self)
 
     @property
     def plan(self) -> Plan | None:
@@ -129,11 +105,6 @@ class Remat:
         """The planned backward in one graph (it runs in stages); None if the original forward runs."""
         parts = self._current.planned.parts if self._current else None
         return parts.backward if parts else None
-
-    @property
-    def outstanding(self) -> int:
-        """Planned forwards whose backward may still come."""
-        return self._outstanding
 
     def explain(self) -> str:
         """What the plan does and what it rests on, as text."""
@@ -163,8 +134,14 @@ class Remat:
         self.enabled = True
 
     def make(
-        self, model: nn.Module, forward: Callable[..., Any], call: Call, resident: bool
-    ) -> _Entry:
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        resident: bool,
+        family: Family | None = None,
+        dynamic: Dynamic | None = None,
+    ) -> Entry:
         """Plan for a call, and keep the plan.
 
         Args:
@@ -172,18 +149,70 @@ class Remat:
             forward: its original forward, bound.
             call: normalised arguments.
             resident: gradients exist when the forward begins.
+            family: plans that the call belongs to; None if it is of a new kind.
+            dynamic: sizes that change; those of the family or else of the options, if None.
         """
         refuse_sharded(model)
         tensors, pattern = take_tensors(call)
-        dynamic = self.options.dynamic or {}
-        names = argument_names(forward, pattern, len(tensors)) if dynamic else [""] * len(tensors)
-        needs = _needs(tensors)
-        known = [e.planned for e in self._distinct(resident=False) if e.needs == needs]
-        asked = self._stepped or self.options.optimizer
-        buckets = buckets_of(model)
+        dynamic = dynamic or (family.dynamic if family else self.options.dynamic) or {}
         beside = self._beside(model, again=True)
-        protocol = self.options.protocol
-        request = Request(
+        request = self._request(model, forward, call, resident, dynamic, beside)
+        if hooked := traced_hooks(model):
+            self._warn(
+                "hooks",
+                f"remat: {', '.join(hooked)} have hooks. They run while the plan is made; what they compute "
+                "becomes part of the plan, what else they do does not happen in planned steps.",
+            )
+        known = [entry.planned for entry in family.distinct(resident=False)] if family else []
+        with self._original_runs(), progress() as report:
+            name, first = f"{self.number}/{self.stats.plans}", self.stats.plans == 0
+            try:
+                planned = plan_together(request, report, prepared_for(request, known), name, first)
+            except InfeasibleBudgetError as error:
+                if beside:
+                    error.add_note(f"{beside} bytes are counted for other models in this process.")
+                raise
+        if planned.prepared.capture.checkpointed:
+            self._warn(
+                "checkpoints",
+                "remat: the model checkpoints parts of itself (torch.utils.checkpoint). In planned steps "
+                "they run once, and the plan decides what is computed again; other calls checkpoint "
+                "as before.",
+            )
+        names = argument_names(forward, pattern, len(tensors)) if dynamic else [""] * len(tensors)
+        dims = tuple(frozenset(dynamic.get(name, ())) for name in names)
+        guard = make_guard(model, call, planned.prepared, dims)
+        rebuild = rebuilder(planned.prepared.capture.output_pattern)
+        entry = Entry(guard, planned, rebuild, beside, left_bytes(planned.trace))
+        if planned.domain.fixed and not self.stats.plans:
+            sizes = ", ".join(f"{name} = {size}" for name, size in planned.domain.fixed.items())
+            self._warn(
+                "fixed",
+                f"remat: the model needs {sizes} as numbers, so the plan holds for these only; other "
+                "sizes are planned anew.",
+            )
+        if self._stepped is not None:  # only now: a plan that failed is asked for again
+            self._stepped = None
+            self._kept, family = Kept(), None
+        family = family or Family(guard, dynamic)
+        self._kept.add(family, family.key(tensors, resident), entry)
+        self._current = entry
+        self.stats.plans += 1
+        self._assumed = None if is_sharded(model) else traits(request.optimizer.instance)
+        return entry
+
+    def _request(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        resident: bool,
+        dynamic: Dynamic,
+        beside: int,
+    ) -> Request:
+        asked = self._stepped or self.options.optimizer
+        buckets, protocol = buckets_of(model), self.options.protocol
+        return Request(
             module=model,
             forward=forward,
             args=call[0],
@@ -199,56 +228,9 @@ class Remat:
             cost_model=self.options.device_for_cost(model),
             limits=self.options.limits,
             patterns=self.options.patterns,
-            dynamic=self.options.dynamic,
+            dynamic=dynamic or None,
             cache_dir=self.options.cache_dir,
         )
-        if hooked := traced_hooks(model):
-            self._warn(
-                "hooks",
-                f"remat: {', '.join(hooked)} have hooks. They run while the plan is made; what they compute "
-                "becomes part of the plan, what else they do does not happen in planned steps.",
-            )
-        with self._original_runs(), progress() as report:
-            name, first = f"{self.number}/{self.stats.plans}", self.stats.plans == 0
-            try:
-                planned = plan_together(request, report, prepared_for(request, known), name, first)
-            except InfeasibleBudgetError as error:
-                if beside:
-                    error.add_note(f"{beside} bytes are counted for other models in this process.")
-                raise
-        captured = planned.prepared.capture
-        dims = tuple(frozenset(dynamic.get(name, ())) for name in names)
-        guard = make_guard(model, call, planned.prepared, dims)
-        left = left_bytes(planned.trace)
-        entry = _Entry(guard, planned, rebuilder(captured.output_pattern), needs, beside, left)
-        if planned.domain.fixed and not self.stats.plans:
-            sizes = ", ".join(f"{name} = {size}" for name, size in planned.domain.fixed.items())
-            self._warn(
-                "fixed",
-                f"remat: the model needs {sizes} as numbers, so the plan holds for these only; other "
-                "sizes are planned anew.",
-            )
-        if self._stepped is not None:  # only now: a plan that failed is asked for again
-            self._stepped = None
-            self._entries.clear()
-        self._entries[resident, self._size(tensors)] = self._current = entry
-        self._forget()
-        self.stats.plans += 1
-        if self.options.optimizer == "auto" and not is_sharded(model):
-            self._assumed = traits(request.optimizer.instance)
-            watch_optimizers(self)
-        return entry
-
-    def _size(self, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-        """What of a call's tensors the choice of a plan depends on."""
-        return described(tensors) if self.options.dynamic else _needs(tensors)
-
-    def _kind(self, tensors: list[torch.Tensor]) -> _Entry | None:
-        """The entry for calls of this kind, None if there is none; the last one if the tensors are others."""
-        current, needs = self._current, _needs(tensors)
-        if current is None or current.needs == needs or len(current.needs) != len(needs):
-            return current
-        return next((e for e in self._entries.values() if e.needs == needs), None)
 
     def _beside(self, model: nn.Module, *, again: bool = False) -> int:
         """Bytes to count for other models in the process."""
@@ -259,30 +241,6 @@ class Remat:
     def left_bytes(self) -> int:
         """What forwards have left whose backward has not run, bytes, at the sizes of the last plan."""
         return self._current.left * (self._outstanding + self._followed) if self._current else 0
-
-    def _distinct(self, resident: bool) -> list[_Entry]:
-        """Entries that serve a call, each once, in the order in which they were made.
-
-        Args:
-            resident: gradients exist when the forward begins; a plan for that serves without them, too.
-        """
-        found = {id(e): e for (has, _), e in self._entries.items() if has or not resident}
-        return list(found.values())
-
-    def _forget(self) -> None:
-        """Keep the last plans that were made."""
-        kept = {id(entry) for entry in self._distinct(resident=False)[-PLANS:]}
-        self._entries = {key: e for key, e in self._entries.items() if id(e) in kept}
-
-    def _conflict(self, entry: _Entry, tensors: list[torch.Tensor]) -> str:
-        """How a call has two numbers for one size; empty if it has not, or was seen before."""
-        if (True, size := self._size(tensors)) in self._entries or (False, size) in self._entries:
-            return ""
-        try:
-            entry.planned.request.sizes_in(tensors)
-        except ValueError as error:
-            return str(error)
-        return ""
 
     @contextlib.contextmanager
     def _original_runs(self) -> Iterator[None]:
@@ -321,20 +279,15 @@ class Remat:
         if call is None:
             return forward(*args, **kwargs)  # which says better what is wrong
         tensors, pattern = take_tensors(call)
-        previous, entry = self._current, self._kind(tensors)
-        if entry is not None and (
-            why := entry.guard.why_not(tensors, pattern) or self._conflict(entry, tensors)
-        ):
-            return self._fall_back(model, why, forward, args, kwargs)
-        resident = self.options.protocol.gradients_resident or (
-            _has_gradients(model) if entry is None else entry.guard.has_gradients()
-        )
-        if entry is None or self._stepped is not None:
-            entry = self.make(model, forward, call, resident)
+        previous = self._current
+        family, outside = self._kept.serving(tensors, pattern)
+        if outside is not None:
+            entry = self._plan_for(outside, model, forward, call)
+            if entry is None:
+                why = self._unplannable.get(outside.why, outside.why)
+                return self._fall_back(model, why, forward, args, kwargs)
         else:
-            entry = self._at(tensors, resident)
-            if entry is None or entry.beside < self._beside(model):
-                entry = self._plan_again(model, forward, call, resident)
+            entry = self._in_family(family, model, forward, call)
         if entry is not previous or not self.stats.planned:
             self._check_device(model, entry)
         self._current = entry
@@ -345,48 +298,93 @@ class Remat:
         primals = entry.guard.primals(tensors)
         return entry.rebuild(run(entry.planned.program, primals, _Frames(weakref.ref(self))))
 
-    def _at(self, tensors: list[torch.Tensor], resident: bool) -> _Entry | None:
-        """The entry for a call's tensors; None if there is no plan for them.
+    def _resident(self, model: nn.Module, family: Family | None) -> bool:
+        """Gradients are there when the forward begins, or are to be planned for."""
+        if self.options.protocol.gradients_resident:
+            return True
+        return family.guard.has_gradients() if family else _has_gradients(model)
 
-        A plan for resident gradients serves where there are none, too.
-        """
-        size = self._size(tensors)
-        found = self._entries.get((resident, size))
-        if found is None and not resident:
-            found = self._entries.get((True, size))
-        if found is not None or not self.options.dynamic:
-            return found
-        for entry in self._distinct(resident):
-            if entry.needs == _needs(tensors) and not why_not_at(entry.planned, tensors):
-                self._entries[resident, size] = entry
-                return entry
-        return None
-
-    def _plan_again(
-        self, model: nn.Module, forward: Callable[..., Any], call: Call, resident: bool
-    ) -> _Entry:
-        """Make a plan for a call that none covers.
+    def _in_family(
+        self, family: Family | None, model: nn.Module, forward: Callable[..., Any], call: Call
+    ) -> Entry:
+        """The plan for a call that a family covers, made if there is none; no family: the first plan.
 
         Raises:
             GuardError: it is for new sizes, and the user wants no plans for these.
         """
         tensors, _ = take_tensors(call)
-        known = self._distinct(resident) if self.options.dynamic else []
-        reason = why_not_at(known[0].planned, tensors) if known else ""
+        resident = self._resident(model, family)
+        if family is None or self._stepped is not None:
+            return self.make(model, forward, call, resident, family)
+        found = family.at(tensors, resident)
+        if found is not None and found.beside >= self._beside(model):
+            return found
+        known = family.distinct(resident) if family.dynamic else []
+        reason = why_not_at(known[0].planned, tensors) if known and found is None else ""
         if reason and self.options.on_new_size == "refuse":
-            raise GuardError(
-                f"no plan covers this call: {reason}. Plan for larger sizes, or let more plans be made: "
-                'on_new_size="replan".'
-            )
-        entry = self.make(model, forward, call, resident)
+            raise _refused(reason)
+        entry = self.make(model, forward, call, resident, family)
         if reason:
-            self.stats.replanned[reason] += 1
-            self._warn(
-                "new size",
-                f"remat: made another plan: {reason}. Such plans are counted, with their reasons, in "
-                "model.remat.stats.replanned.",
-            )
+            self._replanned(reason)
         return entry
+
+    def _plan_for(
+        self, outside: Outside, model: nn.Module, forward: Callable[..., Any], call: Call
+    ) -> Entry | None:
+        """A plan for a call of a new kind; None if it runs the original forward.
+
+        Raises:
+            GuardError: it is of new sizes, and the user wants no plans for these.
+        """
+        sizes = outside.remedy is Remedy.SIZES
+        if sizes and self.options.on_new_size == "refuse":
+            raise _refused(outside.why)
+        known = self._anew >= ANEW or outside.why in self._unplannable
+        if outside.remedy is Remedy.NONE or known:
+            return None
+        self._anew += 1
+        try:
+            entry = self._at_changing_sizes(model, forward, call) if sizes else None
+            entry = entry or self.make(model, forward, call, self._resident(model, None))
+        except InfeasibleBudgetError:
+            raise
+        except Exception as error:  # whatever it is: the call can run as it is
+            self._unplannable[outside.why] = (
+                f"{outside.why}; that cannot be planned: {type(error).__name__}: {error}"
+            )
+            return None
+        self._replanned(outside.why)
+        return entry
+
+    def _at_changing_sizes(
+        self, model: nn.Module, forward: Callable[..., Any], call: Call
+    ) -> Entry | None:
+        """A plan for a call whose sizes differ from those before, and for others; None if there is none."""
+        tensors, pattern = take_tensors(call)
+        like, resident = self._kept.families[-1], self._resident(model, None)
+        dynamic = {} if self.options.dynamic else changing(like, forward, tensors, pattern)
+        if not dynamic:
+            return None
+        at = at_sizes(forward, call, dynamic, largest(like, dynamic, forward, tensors, pattern))
+        try:
+            self.make(model, forward, at, resident, dynamic=dynamic)
+            entry = self._kept.families[-1].at(tensors, resident)
+        except (
+            UnsupportedGraphError,
+            InfeasibleBudgetError,
+        ):  # perhaps there is one for this call
+            entry = None
+        if entry is None and self._kept.families[-1] is not like:
+            self._kept.families.pop()
+        return entry
+
+    def _replanned(self, reason: str) -> None:
+        self.stats.replanned[reason] += 1
+        self._warn(
+            "replanned",
+            f"remat: made another plan: {reason}. Such plans are counted, with their reasons, in "
+            "model.remat.stats.replanned.",
+        )
 
     def _fall_back(
         self,
@@ -414,7 +412,7 @@ class Remat:
             follow(tracked[0], _Frames(weakref.ref(self)).passed)
         return output
 
-    def _check_device(self, model: nn.Module, entry: _Entry) -> None:
+    def _check_device(self, model: nn.Module, entry: Entry) -> None:
         where = device_of(model)
         beside = self._others.bytes(model, where)
         peak = entry.planned.plan.peak_bytes + max(0, beside - entry.beside)
@@ -426,7 +424,7 @@ class Remat:
                 "this process. Plan with a smaller budget, or keep fewer models there.",
             )
 
-    def _check_outstanding(self, entry: _Entry) -> None:
+    def _check_outstanding(self, entry: Entry) -> None:
         planned_for = entry.planned.plan.protocol.forwards_outstanding
         if self._outstanding >= planned_for:
             self._warn(
@@ -443,8 +441,14 @@ class Remat:
             warnings.warn(message, stacklevel=stacklevel)
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """With optimizer="auto": plan again if this one, not the assumed one, holds the parameters."""
-        if self._current is None or optimizer in self._seen:
+        """Plan again if this one, not the assumed one, holds the parameters; check that there is a plan."""
+        if optimizer in self._seen:
+            return
+        if self.enabled and not self.stats.planned and not self.stats.fallbacks:
+            self._steps_without += 1
+            if self._steps_without >= 3:  # fewer may be somebody's warm-up
+                self._check_called(optimizer)
+        if self._current is None or self._assumed is None or self.options.optimizer != "auto":
             return
         self._seen.add(optimizer)
         mine = {id(p) for p in self._current.guard.trained()}
@@ -452,6 +456,20 @@ class Remat:
             id(p) in mine for group in optimizer.param_groups for p in group["params"]
         ):
             self._stepped = optimizer
+
+    def _check_called(self, optimizer: Optimizer) -> None:
+        """Warn if the model is trained without a call of the drop-in."""
+        model = self.owner()
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if model is not None and any(id(p) in held for p in model.parameters()):
+            self._warn(
+                "never called",
+                f"remat: a {type(optimizer).__name__} has updated parameters of the "
+                f"{type(model).__name__} that is to be planned, but no training call has come to its "
+                "forward, so there is no memory cap. Train through the object that optimize_checkpoints "
+                "returned: call it, not its parts, nor the model that it was made of.",
+                stacklevel=6,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,8 +501,11 @@ class _Frames:
             )
 
 
-def _needs(tensors: list[torch.Tensor]) -> tuple[bool, ...]:
-    return tuple([tensor.requires_grad for tensor in tensors])
+def _refused(reason: str) -> GuardError:
+    return GuardError(
+        f"no plan covers this call: {reason}. Plan for larger sizes, or let more plans be made: "
+        'on_new_size="replan".'
+    )
 
 
 def _has_gradients(model: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from remat.ir.structure import take_tensors
 from remat.passes import Prepared
 
 from .module_state import ModuleState, module_state
+from .outside import Outside, Remedy
 
 _DEVICES = ("cpu", "cuda")
 _PLAIN = (bool, int, float, str)
@@ -128,42 +129,57 @@ class Guard:
     updates_state: bool
     """The step updates a buffer or an argument in place."""
 
-    def why_not(self, tensors: list[torch.Tensor], pattern: object) -> str:
-        """Why a call is outside the guard; empty if it is inside."""
+    def why_not(self, tensors: list[torch.Tensor], pattern: object) -> Outside | None:
+        """Why a call is outside the guard; None if it is inside."""
         if not _equal(pattern, self.pattern):
-            return "other arguments, or other values of arguments that are no tensors"
-        for i, (tensor, expected) in enumerate(zip(tensors, self.arguments, strict=True)):
-            if (now := _of(tensor)) != expected and not _like(now, expected, self.dynamic[i]):
-                return (
-                    f"tensor argument {i} is {_text(_of(tensor))}, planned for {_text(expected)}"
-                )
+            return Outside("other arguments, or other values of arguments that are no tensors")
+        if found := self._other_arguments(tensors):
+            return found
         if self.updates and _share_memory(tensors):
-            return SHARED
+            return Outside(SHARED)
         if self.updates_state and _share_state(tensors, self.places):
-            return (
+            return Outside(
                 "an argument shares memory with a parameter or buffer, and the step updates some"
             )
         if change := self.state.change():
             return change
         if _autocast() != self.autocast:
-            return "autocast is on or off, unlike when it was planned"
+            return Outside("autocast is on or off, unlike when it was planned", Remedy.PLAN)
+        return self._other_state()
+
+    def _other_arguments(self, tensors: list[torch.Tensor]) -> Outside | None:
+        differ: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]] = []
+        for i, (tensor, expected) in enumerate(zip(tensors, self.arguments, strict=True)):
+            if (now := _of(tensor)) != expected and not _like(now, expected, self.dynamic[i]):
+                differ.append((i, now, expected))
+        if not differ:
+            return None
+        i, now, expected = differ[0]
+        sizes = all(is_[2:] == was[2:] and len(is_[0]) == len(was[0]) for _, is_, was in differ)
+        other = any(is_[0] != was[0] for _, is_, was in differ)
+        return Outside(
+            f"tensor argument {i} is {_text(now)}, planned for {_text(expected)}",
+            Remedy.SIZES if sizes and other else Remedy.PLAN,
+        )
+
+    def _other_state(self) -> Outside | None:
         state: list[Any] = [holder.get(key) for holder, key in self.places]
         if not all([isinstance(tensor, torch.Tensor) for tensor in state]):
-            return "a parameter or buffer has been removed"
+            return Outside("a parameter or buffer has been removed")
         if tuple([tensor.requires_grad for tensor in state]) != self.needs:
-            return "a parameter has been frozen, or is trained again"
-        return self._why_not_state(state)
-
-    def _why_not_state(self, state: list[torch.Tensor]) -> str:
-        addresses = [t.data_ptr() for t in state]
+            return Outside("a parameter has been frozen, or is trained again", Remedy.PLAN)
+        addresses = [tensor.data_ptr() for tensor in state]
         if addresses != self.addresses:
             for name, tensor, was in zip(self.names, state, self.were, strict=True):
                 if type(tensor) not in (nn.Parameter, torch.Tensor):
-                    return f"{name} has become a {type(tensor).__name__}, a tensor subclass"
-                if _of(tensor) != was:
-                    return f"{name} is {_text(_of(tensor))}, planned for {_text(was)}"
+                    return Outside(
+                        f"{name} has become a {type(tensor).__name__}, a tensor subclass"
+                    )
+                if (now := _of(tensor)) != was:
+                    why = f"{name} is {_text(now)}, planned for {_text(was)}"
+                    return Outside(why, Remedy.PLAN)
             self.addresses[:] = addresses
-        return ""
+        return None
 
     def primals(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Inputs of the graph, in order."""

@@ -13,6 +13,7 @@ import copy
 import copyreg
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -50,6 +51,7 @@ def make_dropin(model: nn.Module, options: Options) -> nn.Module:
         vars(instance)[_PATCHED] = _rebound(patched, model, instance)
     remat = vars(instance)["remat"] = Remat(options, inspect.signature(_original(instance)))
     MODELS[remat.number] = instance
+    remat.owner = weakref.ref(instance)
     assert isinstance(instance, nn.Module)
     return instance
 
@@ -72,6 +74,7 @@ def become_dropin(model: nn.Module, options: Options) -> Iterator[None]:
         _swap(model, base)
         remat = vars(model)["remat"] = Remat(options, inspect.signature(_original(model)))
         MODELS[remat.number] = model
+        remat.owner = weakref.ref(model)
         yield
     except BaseException:
         restore(model)
@@ -205,5 +208,6 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     remat: Remat = vars(model)["remat"]
     own = vars(instance)["remat"] = Remat(remat.options, remat.signature)
     MODELS[own.number] = instance
+    own.owner = weakref.ref(instance)
     assert isinstance(instance, nn.Module)
     return instance

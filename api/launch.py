@@ -100,7 +100,7 @@ def _usage(message: str) -> int:
 
 
 def _begin(settings: Settings) -> None:
-    """torch is there: watch what the script trains, and sum up when it ends."""
+    """Torch is there: watch what the script trains, and sum up when it ends."""
     import torch
 
     if "budget_gb" not in settings.values:

@@ -24,12 +24,12 @@ from remat.passes import Plan, StepProtocol, optimizer_trace
 
 from .assumed_loss import assumed_loss
 from .beside import MODELS
-from .dropin import Remat, Stats
+from .dropin import Remat
 from .finder import Arguments, Finder
 from .identity import restore
 from .optimize import optimize_checkpoints
-from .outstanding import left_bytes
 from .settings import Settings
+from .stats import Stats
 from .step_peak import StepPeak
 from .summary import plan_as_json, rank, say
 
@@ -136,7 +136,7 @@ class Launched:
                     remat.disable()
             return forward(*args, **kwargs)
 
-        remat.make = observed  # type: ignore[method-assign]
+        remat.make = observed  # type: ignore[assignment,method-assign]
         remat.call = guarded  # type: ignore[method-assign]
 
     def _planned(self, found: Found, module: nn.Module, remat: Remat) -> None:
@@ -171,11 +171,10 @@ class Launched:
     def _outstanding(self) -> int:
         """Bytes that forwards of other planned modules hold now, on CPU; a GPU's allocator counts them."""
         remats = [found.remat() for found in self.found if found.remat is not None]
-        planned = [r for r in remats if r is not None and r.planned is not None]
         return sum(
-            remat.outstanding * left_bytes(remat.planned.trace)
-            for remat in planned
-            if remat.planned is not None and remat.planned.plan.device == "cpu"
+            remat.left_bytes()
+            for remat in remats
+            if remat is not None and remat.plan is not None and remat.plan.device == "cpu"
         )
 
     def finish(self) -> None:

@@ -13,7 +13,11 @@ from typing import Any
 
 from torch import nn
 
+from .outside import Outside, Remedy
+
 _PLAIN = (bool, int, float, str, type(None))
+_UNREAD = ("gradient_checkpointing",)
+"""Flags that a plan does not depend on: it decides itself what is computed again."""
 _PURE = ("torch.nn.utils", "transformers.utils.output_capturing")
 """Modules whose hooks do nothing but compute: `spectral_norm` and the like, collection of outputs."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -34,8 +38,8 @@ class ModuleState:
     hooked: tuple[tuple[Mapping[int, Any], tuple[int, ...]], ...]
     """Hook tables that are not, with the ids of their hooks."""
 
-    def change(self) -> str:
-        """What has changed; empty if nothing has."""
+    def change(self) -> Outside | None:
+        """What has changed; None if nothing has. A flag has few values, so each can have its plan."""
         if [holder.get(key) for holder, key in self.places] != self.values:
             for (holder, key), value, name in zip(
                 self.places, self.values, self.names, strict=True
@@ -43,13 +47,17 @@ class ModuleState:
                 now = holder.get(key)
                 if now is not value and now != value:
                     if isinstance(value, nn.Module):
-                        return f"{name} has been replaced"
-                    return f"{name} is {now!r}, and was {value!r} when it was planned"
+                        return Outside(f"{name} has been replaced")
+                    flag = type(now) is bool and type(value) is bool
+                    return Outside(
+                        f"{name} is {now!r}, and was {value!r} when it was planned",
+                        Remedy.PLAN if flag else Remedy.NONE,
+                    )
         if any([holder.get(key) is not first.get(k) for holder, key, first, k in self.tied]):
-            return "parameters that were tied no longer are"
+            return Outside("parameters that were tied no longer are")
         if any(self.quiet) or any([tuple(held) != ids for held, ids in self.hooked]):
-            return "hooks of a submodule have been added or removed"
-        return ""
+            return Outside("hooks of a submodule have been added or removed")
+        return None
 
 
 def module_state(model: nn.Module) -> ModuleState:
@@ -58,8 +66,9 @@ def module_state(model: nn.Module) -> ModuleState:
     names: list[str] = []
     for path, module in model.named_modules():
         own, children = vars(module), vars(module)["_modules"]
-        places += [(own, key) for key, value in own.items() if _is_plain(value)]
-        names += [f"{path}.{key}".lstrip(".") for key, value in own.items() if _is_plain(value)]
+        plain = [k for k, value in own.items() if _is_plain(value) and k not in _UNREAD]
+        places += [(own, key) for key in plain]
+        names += [f"{path}.{key}".lstrip(".") for key in plain]
         places += [(children, key) for key in children]
         names += [f"{path}.{key}".lstrip(".") for key in children]
     hooks = [

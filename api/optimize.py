@@ -121,13 +121,10 @@ def optimize_checkpoints(
         patterns_of(save, recompute),
         dynamic,
         on_new_size,
-<<<<<<< HEAD
         Path(cache_dir) if cache_dir is not None else None,
         verify,
         on_failure,
-=======
         sees_others=not (example_args or example_kwargs),
->>>>>>> h4
     )
     check(options, model)
     check_example(example_args)

@@ -41,6 +41,7 @@ def find_optimizer(module: nn.Module, asked: Optimizer | str | None) -> Assumed:
     if asked is None:
         return Assumed(None, "none")
     if isinstance(asked, Optimizer):
+        asked = _unwrapped(asked)
         return Assumed(asked, f"{type(asked).__name__}, given")
     parameters = [p for p in module.parameters() if p.requires_grad]
     if not parameters:
@@ -69,11 +70,16 @@ def _make(cls: Any, parameters: list[nn.Parameter]) -> Optimizer:
     return made
 
 
-def live_optimizer(parameters: list[nn.Parameter]) -> Optimizer | None:
-    """The optimizer in the process that holds most of the parameters; None if none holds any.
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that this one hands everything on to, as accelerate's do; else itself."""
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and value.state is optimizer.state:
+            return value
+    return optimizer
 
-    One that wraps another (Accelerate's) is passed over: the inner one holds the same parameters.
-    """
+
+def live_optimizer(parameters: list[nn.Parameter]) -> Optimizer | None:
+    """The optimizer in the process that holds most of the parameters; None if none holds any."""
     wanted = {id(p) for p in parameters}
     held = [
         (

@@ -126,7 +126,8 @@ def _new_plan(step: Step, clock: Clock, known: Plan | None) -> Planned:
     least_peak_bytes = max(least.peak, optimizer_peak)
     if others:
         least_peak_bytes = profile(_emitted(step, tightest, least.schedule, others).trace).peak
-    only_planned = bool(request.patterns.recompute)  # eager keeps what it computes
+    # Eager keeps what it computes, or recomputes by itself.
+    only_planned = bool(request.patterns.recompute) or prepared.capture.checkpointed
     least_bytes = least_peak_bytes if only_planned else min(baseline, least_peak_bytes)
     bound_bytes = min(least_bytes, max(optimizer_peak, least_bound(candidates)))
     beforehand = profile(eager).resident

@@ -39,6 +39,7 @@ from ._torch import (
     reparametrize,
     tracing,
 )
+from .checkpoints import run_once
 from .device_kernels import cuda_kernels
 from .eager_kernels import eager_kernels
 from .errors import UnsupportedGraphError
@@ -92,6 +93,8 @@ class Capture:
     """Name of each symbol in the graph, to the user's name for it."""
     sizes: Mapping[str, int]
     """The user's name of each size that was to be a symbol, with its number in the example."""
+    checkpointed: bool
+    """The model checkpoints parts of itself, which the graph has once."""
     route: Route
 
     def signature(self) -> tuple[Signature, list[fx.Node], list[tuple[int, fx.Node]]]:
@@ -394,6 +397,7 @@ def _capture(
         if cuda:
             stack.enter_context(cuda_kernels())
         stack.enter_context(record_origins(module))
+        checkpoints = stack.enter_context(run_once())
         descriptors = aot_export_joint_with_descriptors(stack, functional, tuple(fakes), {})
     assert functional.output is not None
     output_pattern, requires_grad, chosen = functional.output
@@ -413,6 +417,7 @@ def _capture(
         gradient_outputs=chosen,
         symbols=symbols,
         sizes=sizes_of(tensors, names, dynamic or {}),
+        checkpointed=bool(checkpoints),
         route=Route.DIRECT,
     )
     _refuse_unknown_sizes(result.joint)
