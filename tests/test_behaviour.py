@@ -207,7 +207,7 @@ def test_a_change_that_cannot_be_planned_falls_back_with_the_reason() -> None:
     loss_fn = lambda output: (output - TARGET).pow(2).sum()  # noqa: E731
     model: Any = optimize_checkpoints(whole, "1GB", loss_fn=loss_fn, **QUICK)
     mse_loss(model(BATCH), TARGET).backward()
-    with pytest.warns(UserWarning, match="cannot be planned: RuntimeError: The size of tensor a"):
+    with pytest.warns(UserWarning, match="that cannot be planned: RuntimeError"):
         model(BATCH[:5])
     mse_loss(model(BATCH[:5]), TARGET[:5]).backward()
     assert model.remat.stats.planned == 1
