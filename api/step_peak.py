@@ -24,6 +24,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
+from remat.ir._torch import profiler_enabled
+
 from .dropin import Remat
 from .optimizers import watch_optimizers
 
@@ -73,7 +75,7 @@ class StepPeak:
             self._end()
 
     def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
-        if torch.autograd._profiler_enabled():
+        if profiler_enabled():
             return
         self._base = _persistent(model, optimizer)
         self._gradients = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
@@ -87,9 +89,7 @@ class StepPeak:
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
         levels = accumulate(size for _, size in changes)
         within = [
-            level
-            for (at, _), level in zip(changes, levels, strict=True)
-            if begun <= at <= ended
+            level for (at, _), level in zip(changes, levels, strict=True) if begun <= at <= ended
         ]
         self.bytes = self._base + max(within, default=0)
 

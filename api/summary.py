@@ -85,7 +85,9 @@ def _module(found: "Found", launched: "Launched") -> list[str]:
     lines.append(f"  measured   {_measured(found, launched)}")
     lines.append(f"  counted    optimizer {plan.optimizer}; loss {plan.loss}" + _other(found))
     fallbacks = sum(stats.fallbacks.values())
-    lines.append(f"  calls      {stats.planned} planned, {fallbacks} not; {stats.plans} plans made")
+    lines.append(
+        f"  calls      {stats.planned} planned, {fallbacks} not; {stats.plans} plans made"
+    )
     lines += [f"    {n} x original forward, no cap: {why}" for why, n in stats.fallbacks.items()]
     lines += [f"    another plan: {why}" for why in getattr(stats, "replanned", ())]
     if found.early:

@@ -40,7 +40,9 @@ def main() -> None:
     options = parser.parse_args()
     set_seed(0)
     accelerator = Accelerator(
-        gradient_accumulation_steps=2, mixed_precision=options.precision, cpu=not torch.cuda.is_available()
+        gradient_accumulation_steps=2,
+        mixed_precision=options.precision,
+        cpu=not torch.cuda.is_available(),
     )
     text = "\n".join(topics[name] for name in sorted(topics))
     numbers = torch.tensor([min(ord(c), 127) for c in text[: options.examples + CONTEXT]])

@@ -27,14 +27,16 @@ def main() -> None:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     digits = load_digits()
-    data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+    data = TensorDataset(
+        torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    )
     sampler: DistributedSampler[object] = DistributedSampler(data, shuffle=True, drop_last=True)
     torch.manual_seed(1 + dist.get_rank())  # ranks draw other dropout masks
     for step, (inputs, labels) in enumerate(
         DataLoader(data, batch_size=128, sampler=sampler, drop_last=True)
     ):
         loss = functional.cross_entropy(model(inputs), labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses = [torch.zeros(()) for _ in range(dist.get_world_size())]

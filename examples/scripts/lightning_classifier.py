@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 
-class Digits(lightning.LightningModule):
+class Digits(lightning.LightningModule):  # type: ignore[misc]
     """The usual LightningModule around a net."""
 
     def __init__(self, width: int = 16) -> None:
@@ -76,7 +76,9 @@ def main() -> None:
         num_sanity_val_steps=0,
     )
     trainer.fit(
-        Digits(), DataLoader(train, batch_size=64, shuffle=True), DataLoader(validation, batch_size=64)
+        Digits(),
+        DataLoader(train, batch_size=64, shuffle=True),
+        DataLoader(validation, batch_size=64),
     )
 
 

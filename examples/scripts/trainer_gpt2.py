@@ -27,7 +27,7 @@ class Characters(Dataset[dict[str, Any]]):
         return {"input_ids": piece, "labels": piece}
 
 
-class PrintLosses(transformers.TrainerCallback):
+class PrintLosses(transformers.TrainerCallback):  # type: ignore[misc]
     """Print every loss as the Trainer logs it."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -45,7 +45,13 @@ def main() -> None:
     options = parser.parse_args()
     transformers.set_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=128, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4, bos_token_id=10, eos_token_id=10
+        vocab_size=128,
+        n_positions=LENGTH,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=10,
+        eos_token_id=10,
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = transformers.Trainer(
