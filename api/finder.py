@@ -72,7 +72,7 @@ class Finder:
             original(optimizer, *args, **kwargs)
             finder._made(optimizer)
 
-        Optimizer.__init__ = init  # type: ignore[method-assign]
+        Optimizer.__init__ = init  # type: ignore[assignment, method-assign]
         watch_optimizers(self)
         self._watch_calls()
 

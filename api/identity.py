@@ -67,7 +67,7 @@ def become_dropin(model: nn.Module, options: Options) -> Iterator[None]:
         options: for its plans.
 
     Raises:
-        UnsupportedGraphError: attributes clash (see `make_dropin`), or Python cannot change its class.
+        UnsupportedGraphError: attributes clash; see `make_dropin`.
     """
     base, before = _checked_base(model), vars(model).get("remat")
     try:
@@ -86,14 +86,7 @@ def become_dropin(model: nn.Module, options: Options) -> Iterator[None]:
 
 def _swap(model: nn.Module, base: type[nn.Module]) -> None:
     """Change the class of a model to that of its drop-ins."""
-    cls = _class_for(base)  # type: ignore[arg-type]
-    try:
-        model.__class__ = cls
-    except TypeError as error:
-        raise UnsupportedGraphError(
-            f"Python cannot change the class of a {base.__name__} in place ({error}). Use the object that "
-            "optimize_checkpoints returns without inplace=True."
-        ) from error
+    model.__class__ = _class_for(base)  # type: ignore[arg-type]
     if "forward" in vars(model):
         vars(model)[_PATCHED] = vars(model).pop("forward")
 

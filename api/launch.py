@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
         if name in names
     }
     is_module = "module" in given
-    target = given["module"] if is_module else given.get("target", [])
-    if target[:1] == ["--"]:
-        target = target[1:]
+    target = [*given.get("module", ()), *given.get("target", ())]
+    if not is_module and target[:1] == ["--"]:
+        del target[0]
     if not target:
         return _usage("no script: remat run [options] train.py, or -m module")
     script = Path.cwd() if is_module else Path(target[0])
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.get("disable"):
         print("remat: disabled, the script runs as it is", file=sys.stderr)
     else:
-        _when_torch_is_imported(lambda: _begin(settings))
+        _watch(settings)
     sys.excepthook = _without_our_frames(sys.excepthook)
     try:
         execute(target, is_module=is_module)
@@ -99,27 +99,39 @@ def _usage(message: str) -> int:
     return USAGE
 
 
-def _begin(settings: Settings) -> None:
-    """Torch is there: watch what the script trains, and sum up when it ends."""
-    import torch
-
-    if "budget_gb" not in settings.values:
-        if not torch.cuda.device_count():  # unlike is_available, leaves CUDA uninitialised
-            sys.exit(_usage(NO_BUDGET))
-        settings = Settings({**settings.values, "budget_gb": "auto"}, settings.origins)
-    from .launched import Launched
-    from .summary import rank, summary
-
-    launched = Launched(settings)
-    launched.begin()
+def _watch(settings: Settings) -> None:
+    """As soon as torch is there, watch what the script trains; sum up when it ends."""
+    begun: list[Any] = []
     process = os.getpid()
 
+    def begin() -> None:
+        import torch
+
+        options = settings
+        if "budget_gb" not in options.values:
+            if not torch.cuda.device_count():  # unlike is_available, leaves CUDA uninitialised
+                atexit.unregister(sum_up)
+                sys.exit(_usage(NO_BUDGET))
+            options = Settings({**options.values, "budget_gb": "auto"}, options.origins)
+        from .launched import Launched
+
+        launched = Launched(options)
+        launched.begin()
+        begun.append(launched)
+
     def sum_up() -> None:
-        if os.getpid() == process and rank() == 0:
-            launched.finish()
-            print(summary(launched), file=sys.stderr, flush=True)
+        if os.getpid() != process or os.environ.get("RANK", "0") != "0":
+            return
+        if not begun:
+            print("remat: NOTHING RAN UNDER A PLAN. torch was not imported.", file=sys.stderr)
+            return
+        from .summary import summary
+
+        begun[0].finish()
+        print(summary(begun[0]), file=sys.stderr, flush=True)
 
     atexit.register(sum_up)
+    _when_torch_is_imported(begin)
 
 
 def execute(target: Sequence[str], *, is_module: bool) -> None:
@@ -162,7 +174,7 @@ def _without_our_frames(hook: Hook) -> Hook:
             tb = last.tb_next
             while tb is not None and _is_machinery(tb.tb_frame.f_code.co_filename):
                 tb = tb.tb_next
-        hook(kind, error, tb)
+        hook(kind, error.with_traceback(tb), tb)
 
     return strip
 

@@ -136,7 +136,7 @@ class Launched:
                     remat.disable()
             return forward(*args, **kwargs)
 
-        remat.make = observed  # type: ignore[assignment,method-assign]
+        remat.make = observed  # type: ignore[assignment, method-assign]
         remat.call = guarded  # type: ignore[method-assign]
 
     def _planned(self, found: Found, module: nn.Module, remat: Remat) -> None:

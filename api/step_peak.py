@@ -24,6 +24,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
+from remat.ir._torch import profiler_enabled
+
 from .dropin import Remat
 from .optimizers import watch_optimizers
 
@@ -73,7 +75,7 @@ class StepPeak:
             self._end()
 
     def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
-        if torch.autograd._profiler_enabled():
+        if profiler_enabled():
             return
         self._base = _persistent(model, optimizer)
         self._gradients = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd import Variable
+from torch.autograd import _profiler_enabled as profiler_enabled
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -61,6 +62,7 @@ __all__ = [
     "keeps_graph",
     "no_dispatch",
     "ops_with_kernel",
+    "profiler_enabled",
     "queue_callback",
     "reparametrize",
     "saved_tensors_hooks",

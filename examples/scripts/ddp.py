@@ -36,7 +36,7 @@ def main() -> None:
         DataLoader(data, batch_size=128, sampler=sampler, drop_last=True)
     ):
         loss = functional.cross_entropy(model(inputs), labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses = [torch.zeros(()) for _ in range(dist.get_world_size())]

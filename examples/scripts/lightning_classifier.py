@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 
-class Digits(lightning.LightningModule):
+class Digits(lightning.LightningModule):  # type: ignore[misc]
     """The usual LightningModule around a net."""
 
     def __init__(self, width: int = 16) -> None:

@@ -45,13 +45,14 @@ class Block(nn.Module):
         weights = functional.dropout(weights, self.dropout, self.training)
         mixed = (weights @ value).transpose(1, 2).reshape(batch, time, width)
         x = x + functional.dropout(self.projection(mixed), self.dropout, self.training)
-        return x + self.mlp(self.before_mlp(x))
+        output: Tensor = x + self.mlp(self.before_mlp(x))
+        return output
 
 
 class GPT(nn.Module):
     """Characters in; logits and, with targets, the loss out."""
 
-    def __init__(self, layers: int = 3, width: int = 64, heads: int = 4) -> None:
+    def __init__(self, layers: int = 2, width: int = 64, heads: int = 4) -> None:
         super().__init__()
         self.token = nn.Embedding(len(VOCABULARY), width)
         self.position = nn.Embedding(CONTEXT, width)
@@ -77,7 +78,7 @@ class GPT(nn.Module):
 def main() -> None:
     """Train, print the loss of every step, validate in between, and write a little."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1)
     options = parser.parse_args()

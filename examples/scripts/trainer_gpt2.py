@@ -27,7 +27,7 @@ class Characters(Dataset[dict[str, Any]]):
         return {"input_ids": piece, "labels": piece}
 
 
-class PrintLosses(transformers.TrainerCallback):
+class PrintLosses(transformers.TrainerCallback):  # type: ignore[misc]
     """Print every loss as the Trainer logs it."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
