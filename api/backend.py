@@ -38,6 +38,7 @@ from .dynamo_graph import (
     share_memory,
 )
 from .explain import explain
+from .inductor import compile_program
 from .optimizers import find_optimizer, traits, watch_optimizers
 from .options import Options, check, patterns_of
 from .planner import Planned, make_plan
@@ -61,7 +62,8 @@ def backend(
         graph: as Dynamo captured it.
         example_inputs: not used; the plan is made for the inputs of the first call.
         options: ``budget_gb``, and what else `optimize_checkpoints` takes by these names: ``optimizer``,
-            ``protocol``, ``cost_model``, ``time_limit_s``, ``gap``, ``save``, ``recompute``.
+            ``protocol``, ``cost_model``, ``time_limit_s``, ``gap``, ``save``, ``recompute``. Beside them
+            ``inductor=True``: Inductor compiles the planned graphs; the peak is then not exactly the plan's.
 
     Returns:
         What runs in place of the graph. Its first call, and not this one, raises what planning raises.
@@ -71,13 +73,15 @@ def backend(
     """
     if not needs_gradient(graph):
         return graph.forward
-    asked = options_inside(graph.graph) if options is None else _options(**dict(options))
+    given = dict(options or {})
+    inductor = bool(given.pop("inductor", False))
+    asked = _options(**given) if given else options_inside(graph.graph)
     if asked is None:
         raise TypeError(
-            'the backend "remat" needs a budget: torch.compile(..., backend="remat", options={"budget_gb": 20})'
+            "backend='remat' needs a budget: torch.compile(..., options={'budget_gb': 20})"
         )
     give_origins(graph)
-    return Compiled(graph, asked)
+    return Compiled(graph, asked, inductor)
 
 
 def _options(
@@ -125,15 +129,17 @@ class Compiled:
 
     made = 0
 
-    def __init__(self, graph: fx.GraphModule, options: Options) -> None:
+    def __init__(self, graph: fx.GraphModule, options: Options, inductor: bool) -> None:
         """Start without a plan.
 
         Args:
             graph: as Dynamo gave it.
             options: what the user asked for.
+            inductor: Inductor compiles the planned graphs.
         """
         self.graph = graph
         self.options = options
+        self.inductor = inductor
         self.number = Compiled.made = Compiled.made + 1
         self.plans = 0
         """Plans that were made."""
@@ -159,7 +165,9 @@ class Compiled:
 
     def explain(self) -> str:
         """What the plan does and what it rests on, as text."""
-        return self._current.text if self._current else "No plan yet: it is made at the first call."
+        return (
+            self._current.text if self._current else "No plan yet: it is made at the first call."
+        )
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the plan for these inputs; make it if there is none."""
@@ -190,9 +198,7 @@ class Compiled:
                 return found
         return self._make(inputs, resident, sizes)
 
-    def _make(
-        self, inputs: Sequence[Any], resident: bool, sizes: tuple[object, ...]
-    ) -> _Entry:
+    def _make(self, inputs: Sequence[Any], resident: bool, sizes: tuple[object, ...]) -> _Entry:
         """Plan for a call, and keep the plan."""
         module = BoundGraph(self.graph, self._inputs, inputs)
         check(self.options, module)
@@ -201,6 +207,8 @@ class Compiled:
         request = self._request(module, inputs, resident)
         with progress() as report:
             planned = make_plan(request, report)
+        if self.inductor and planned.program is not None:
+            compile_program(planned.program)
         entry = _entry(planned, module, inputs)
         if self._stepped is not None:  # only now: a plan that failed is asked for again
             self._stepped = None
@@ -273,7 +281,9 @@ def _entry(planned: Planned, module: BoundGraph, inputs: Sequence[Any]) -> _Entr
     captured = planned.prepared.capture
     arguments = [inputs[i] for i in module.rest]
     tensors, _ = take_tensors(arguments)
-    first = {id(value): i for i, value in zip(reversed(module.rest), reversed(arguments), strict=True)}
+    first = {
+        id(value): i for i, value in zip(reversed(module.rest), reversed(arguments), strict=True)
+    }
     sources = [module.state[name] for name in (*captured.parameters, *captured.buffers)]
     sources += [first[id(tensor)] for tensor in tensors]
     program = planned.program
