@@ -37,6 +37,7 @@ from .dynamo_graph import (
     share_memory,
 )
 from .explain import explain
+from .inductor import compile_program
 from .kept import PLANS
 from .optimizers import find_optimizer, traits, watch_optimizers
 from .options import Options, check, patterns_of
@@ -62,7 +63,8 @@ def backend(
         graph: as Dynamo captured it.
         example_inputs: not used; the plan is made for the inputs of the first call.
         options: ``budget_gb``, and what else `optimize_checkpoints` takes by these names: ``optimizer``,
-            ``protocol``, ``cost_model``, ``time_limit_s``, ``gap``, ``save``, ``recompute``.
+            ``protocol``, ``cost_model``, ``time_limit_s``, ``gap``, ``save``, ``recompute``. Beside them
+            ``inductor=True``: Inductor compiles the planned graphs; the peak is then not exactly the plan's.
 
     Returns:
         What runs in place of the graph. Its first call, and not this one, raises what planning raises.
@@ -72,14 +74,15 @@ def backend(
     """
     if not needs_gradient(graph):
         return graph.forward
-    asked = options_inside(graph.graph) if options is None else _options(**dict(options))
+    given = dict(options or {})
+    inductor = bool(given.pop("inductor", False))
+    asked = _options(**given) if given else options_inside(graph.graph)
     if asked is None:
         raise TypeError(
-            'the backend "remat" needs a budget: torch.compile(..., backend="remat", '
-            'options={"budget_gb": 20})'
+            "backend='remat' needs a budget: torch.compile(..., options={'budget_gb': 20})"
         )
     give_origins(graph)
-    return Compiled(graph, asked)
+    return Compiled(graph, asked, inductor)
 
 
 def _options(
@@ -127,15 +130,17 @@ class Compiled:
 
     made = 0
 
-    def __init__(self, graph: fx.GraphModule, options: Options) -> None:
+    def __init__(self, graph: fx.GraphModule, options: Options, inductor: bool) -> None:
         """Start without a plan.
 
         Args:
             graph: as Dynamo gave it.
             options: what the user asked for.
+            inductor: Inductor compiles the planned graphs.
         """
         self.graph = graph
         self.options = options
+        self.inductor = inductor
         self.number = Compiled.made = Compiled.made + 1
         self.plans = 0
         """Plans that were made."""
@@ -203,6 +208,8 @@ class Compiled:
         request = self._request(module, inputs, resident)
         with progress() as report:
             planned = make_plan(request, report)
+        if self.inductor and planned.program is not None:
+            compile_program(planned.program)
         entry = _entry(planned, module, inputs)
         if self._stepped is not None:  # only now: a plan that failed is asked for again
             self._stepped = None

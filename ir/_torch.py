@@ -3,6 +3,9 @@
 Tested on torch 2.13. They exist from 2.11 to 2.14, as far as their sources tell.
 """
 
+import warnings
+from typing import Any
+
 from torch._C import _current_graph_task_id as graph_task_id  # -1 outside a backward
 from torch._C import _DisableAutocast as DisableAutocast
 from torch._C import _dispatch_get_registrations_for_dispatch_key as ops_with_kernel
@@ -37,6 +40,16 @@ from torch.nn.utils.stateless import _reparametrize_module as reparametrize
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+
+def inductor_parts() -> tuple[Any, Any]:
+    """Inductor's compiler of one graph, and its decompositions. Importing them is slow, and warns."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+
+    return compile_fx_inner, select_decomp_table()
+
+
 queue_callback = Variable._execution_engine.queue_callback
 
 __all__ = [
@@ -58,6 +71,7 @@ __all__ = [
     "enable_python_dispatcher",
     "graph_task_id",
     "inductor_config",
+    "inductor_parts",
     "innermost_backend",
     "keeps_graph",
     "no_dispatch",
