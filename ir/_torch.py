@@ -13,6 +13,7 @@ from torch._C._autograd import (
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._export.utils import _compiling_state_context as compiling_state
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
@@ -52,6 +53,7 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "compiling_state",
     "enable_python_dispatcher",
+    "functorch_config",
     "graph_task_id",
     "inductor_config",
     "keeps_graph",
