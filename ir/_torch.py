@@ -18,6 +18,7 @@ from torch._dynamo.comptime import comptime  # runs a function while Dynamo capt
 from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.source import ConstantSource
 from torch._export.utils import _compiling_state_context as compiling_state
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
@@ -69,6 +70,7 @@ __all__ = [
     "compiling_state",
     "comptime",
     "enable_python_dispatcher",
+    "functorch_config",
     "graph_task_id",
     "inductor_config",
     "inductor_parts",

@@ -35,6 +35,7 @@ from ._torch import (
     TracingContext,
     aot_export_joint_with_descriptors,
     compiling_state,
+    functorch_config,
     inductor_config,
     reparametrize,
     tracing,
@@ -390,6 +391,8 @@ def _capture(
     with contextlib.ExitStack() as stack:
         # Without this, graph clean-up drops random ops whose results are unused, and shifts the stream.
         stack.enter_context(inductor_config.patch(fallback_random=True))
+        # Loops call backward outside of autocast.
+        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(compiling_state())
         stack.enter_context(torch.enable_grad())

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from remat.ir import Phase, Role, UnsupportedGraphError
+from remat.ir._torch import DisableAutocast
 from remat.ir.structure import loss_of, take_tensors
 
 from .eager_follow import LATE_STEP, Follow
@@ -65,7 +66,8 @@ def _once(
     tangents = [torch.ones_like(root) for root in roots]
     for tangent in tangents:
         follow.label(tangent, Role.TANGENT)
-    torch.autograd.backward(roots, tangents)
+    with DisableAutocast():
+        torch.autograd.backward(roots, tangents)
     return held, losses
 
 
