@@ -10,48 +10,38 @@ import contextlib
 import inspect
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from remat.ir import GuardError
+from remat.ir import GuardError, VerifyError
 from remat.ir.capture import argument_names
 from remat.ir.structure import rebuilder, take_tensors
 from remat.passes import Plan
 
 from .explain import explain
+from .failure import ALWAYS_RAISED, reason_of, short, unplanned
+from .frames import Frames
 from .guards import Call, Guard, described, make_guard, normalize
 from .module_state import traced_hooks
 from .optimizers import find_optimizer, traits, watch_optimizers
 from .options import Options
+from .out_of_memory import Circumstances, is_out_of_memory, out_of_memory_explained
 from .planned import Planned
 from .planner import make_plan
 from .progress import progress
 from .request import Request
 from .runtime import run
 from .sizes import at_sizes, peak_at, prepared_for, why_not_at
+from .stats import Stats
+from .verify import Inputs, Verification, not_verified, state_before
 
 PLANS = 8
 """Plans that are kept; each has its own graphs."""
-
-
-@dataclass(slots=True)
-class Stats:
-    """What the calls of a drop-in did."""
-
-    planned: int = 0
-    """Training calls that ran a plan (or the original forward, where the plan says so)."""
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    """Training calls outside the guards, which ran the original forward, by reason."""
-    plans: int = 0
-    """Plans that were made."""
-    replanned: Counter[str] = field(default_factory=Counter)
-    """Those of them that were made for new sizes, by size and reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,12 @@ class Remat:
         """By whether gradients are resident when the forward begins, and by what the arguments are if sizes
         are dynamic."""
         self._current: _Entry | None = None
-        self._outstanding = 0
+        self.outstanding = 0
+        """Forwards whose backward has not run."""
+        self._unverified: _Entry | None = None
+        """With `verify`: the plan of which no step has been verified."""
+        self._refused: dict[_Key, str] = {}
+        """Why there is no plan for these calls, though there is one for others."""
         self._warned: set[str] = set()
         self._assumed: object = None
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -112,6 +107,8 @@ class Remat:
 
     def explain(self) -> str:
         """What the plan does and what it rests on, as text."""
+        if self.stats.failed:
+            return f"No plan, the original model trains: {self.stats.failed}"
         if self._current is None:
             return "No plan yet: it is made on the first training call."
         return explain(self._current.planned, self.stats)
@@ -134,8 +131,10 @@ class Remat:
         self.enabled = False
 
     def enable(self) -> None:
-        """Run the plan again."""
+        """Run the plan again; try to make one, if that has failed."""
         self.enabled = True
+        self.stats.failed = ""
+        self._refused.clear()
 
     def make(
         self, model: nn.Module, forward: Callable[..., Any], call: Call, resident: bool
@@ -169,7 +168,7 @@ class Remat:
             cache_dir=self.options.cache_dir,
         )
         if hooked := traced_hooks(model):
-            self._warn(
+            self.warn(
                 "hooks",
                 f"remat: {', '.join(hooked)} have hooks. They run while the plan is made; what they compute "
                 "becomes part of the plan, what else they do does not happen in planned steps.",
@@ -182,7 +181,7 @@ class Remat:
         entry = _Entry(guard, planned, rebuilder(captured.output_pattern))
         if planned.domain.fixed and not self.stats.plans:
             sizes = ", ".join(f"{name} = {size}" for name, size in planned.domain.fixed.items())
-            self._warn(
+            self.warn(
                 "fixed",
                 f"remat: the model needs {sizes} as numbers, so the plan holds for these only; other "
                 "sizes are planned anew.",
@@ -193,6 +192,7 @@ class Remat:
         self._entries[resident, self._size(tensors)] = self._current = entry
         self._forget()
         self.stats.plans += 1
+        self._unverified = entry if self.options.verify else None
         if self.options.optimizer == "auto":
             self._assumed = traits(request.optimizer.instance)
             watch_optimizers(self)
@@ -249,7 +249,13 @@ class Remat:
             self.signature.bind(*args, **kwargs)
         assert call is not None
         call = at_sizes(forward, call, self.options.dynamic or {}, sizes)
-        self.make(model, forward, call, self.options.protocol.gradients_resident)
+        try:
+            self.make(model, forward, call, self.options.protocol.gradients_resident)
+        except Exception as error:
+            if self.options.on_failure != "warn" or isinstance(error, ALWAYS_RAISED):
+                raise
+            self.give_up(reason_of(error))
+            self.warn("failed", unplanned(self.stats.failed), stacklevel=4)
 
     def call(
         self,
@@ -262,6 +268,9 @@ class Remat:
         call = normalize(self.signature, args, kwargs)
         if call is None:
             return forward(*args, **kwargs)  # which says better what is wrong
+        if self.stats.failed:
+            self.stats.fallbacks[short(self.stats.failed)] += 1
+            return forward(*args, **kwargs)
         tensors, pattern = take_tensors(call)
         entry = self._current
         if entry is not None and (
@@ -271,18 +280,103 @@ class Remat:
         resident = self.options.protocol.gradients_resident or (
             _has_gradients(model) if entry is None else entry.guard.has_gradients()
         )
-        if entry is None or self._stepped is not None:
-            entry = self.make(model, forward, call, resident)
-        else:
-            found = self._at(tensors, resident)
-            entry = found or self._plan_again(model, forward, call, resident)
+        if why := self._refused.get((resident, self._size(tensors)), ""):
+            return self._fall_back(why, forward, args, kwargs)
+        try:
+            entry = self._entry(model, forward, call, resident)
+        except Exception as error:  # whatever a trace of the user's code may raise
+            return self._without_plan(error, resident, forward, args, kwargs)
         self._current = entry
         self.stats.planned += 1
         self._check_outstanding(entry)
         if entry.planned.program is None:
-            return forward(*args, **kwargs)
+            with out_of_memory_explained(lambda: self.circumstances("forward"), self.stats):
+                return forward(*args, **kwargs)
+        if entry is self._unverified:
+            return self._run_verified(entry, model, forward, call)
         primals = entry.guard.primals(tensors)
-        return entry.rebuild(run(entry.planned.program, primals, _Frames(weakref.ref(self))))
+        return entry.rebuild(run(entry.planned.program, primals, Frames(weakref.ref(self))))
+
+    def _entry(
+        self, model: nn.Module, forward: Callable[..., Any], call: Call, resident: bool
+    ) -> _Entry:
+        """The plan for a call that is within the guards; makes one if there is none."""
+        if self._current is None or self._stepped is not None:
+            return self.make(model, forward, call, resident)
+        found = self._at(take_tensors(call)[0], resident)
+        return found or self._plan_again(model, forward, call, resident)
+
+    def _without_plan(
+        self,
+        error: Exception,
+        resident: bool,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the original forward where planning has failed, unless that is to be raised.
+
+        What the original forward raises, too, is no failure of planning: the next call plans.
+        """
+        if self.options.on_failure == "raise" or isinstance(error, ALWAYS_RAISED):
+            raise error
+        output = forward(*args, **kwargs)
+        why = reason_of(error)
+        if self._current is None:
+            self.give_up(why)
+        else:
+            self._refused[resident, self._size(take_tensors((args, kwargs))[0])] = short(why)
+        self.stats.fallbacks[short(why)] += 1
+        self.warn("failed", unplanned(why))
+        return output
+
+    def _run_verified(
+        self, entry: _Entry, model: nn.Module, forward: Callable[..., Any], call: Call
+    ) -> Any:
+        """Run a planned forward, and the eager one beside it; backward is compared, too."""
+        planned, tensors = entry.planned, take_tensors(call)[0]
+        assert planned.program is not None
+        self._unverified = None
+        primals = entry.guard.primals(tensors)
+        parameters = len(planned.prepared.capture.parameters)
+        inputs = Inputs(model, forward, call, entry.guard.names, primals, parameters)
+        step = Verification(planned, inputs, state_before(inputs))
+        frames = Frames(weakref.ref(self), step)
+        output = entry.rebuild(run(planned.program, primals, frames))
+        try:
+            with self._original_runs():
+                step.forward(output)
+        except VerifyError as error:
+            self.give_up(str(error))
+            raise
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            step.skip()
+            self.stats.verified = "not verified: out of memory"
+            self.warn("not verified", not_verified(error))
+        return output
+
+    def step_verified(self, step: Verification) -> None:
+        """The backward of a step that is verified has ended; without a result, the next one is verified."""
+        if step.done:
+            self.stats.verified = step.summary()
+        elif not step.skipped and not self.stats.failed and self._current is not None:
+            self._unverified = self._current
+
+    def give_up(self, why: str) -> None:
+        """Run the original forward from now on."""
+        self.stats.failed = why
+        self._entries.clear()
+        self._unverified = None
+
+    def circumstances(self, phase: str, unplanned: str = "") -> Circumstances | None:
+        """What is known of a step that runs out of memory; None if there is no plan."""
+        if self._current is None:
+            return None
+        other = type(self._stepped).__name__ if self._stepped is not None else ""
+        outstanding = max(0, self.outstanding - (phase == "backward"))
+        return Circumstances(phase, self._current.planned.plan, outstanding, other, unplanned)
 
     def _at(self, tensors: list[torch.Tensor], resident: bool) -> _Entry | None:
         """The entry for a call's tensors; None if there is no plan for them.
@@ -320,7 +414,7 @@ class Remat:
         entry = self.make(model, forward, call, resident)
         if reason:
             self.stats.replanned[reason] += 1
-            self._warn(
+            self.warn(
                 "new size",
                 f"remat: made another plan: {reason}. Such plans are counted, with their reasons, in "
                 "model.remat.stats.replanned.",
@@ -332,24 +426,25 @@ class Remat:
     ) -> Any:
         self.stats.fallbacks[why] += 1
         unused = "" if self.stats.planned else " No call has run the plan so far."
-        self._warn(
+        self.warn(
             "fallback",
             f"remat: a training call ran the original forward, without the memory cap: {why}. Such "
             f"calls are counted, with their reasons, in model.remat.stats.fallbacks.{unused}",
         )
-        return forward(*args, **kwargs)
+        with out_of_memory_explained(lambda: self.circumstances("forward", why), self.stats):
+            return forward(*args, **kwargs)
 
     def _check_outstanding(self, entry: _Entry) -> None:
         planned_for = entry.planned.plan.protocol.forwards_outstanding
-        if self._outstanding >= planned_for:
-            self._warn(
+        if self.outstanding >= planned_for:
+            self.warn(
                 "outstanding",
-                f"remat: {self._outstanding + 1} forwards are outstanding, planned for {planned_for}; each "
+                f"remat: {self.outstanding + 1} forwards are outstanding, planned for {planned_for}; each "
                 "keeps its saved activations, so the budget may be exceeded. Pass "
-                f"protocol=StepProtocol(forwards_outstanding={self._outstanding + 1}).",
+                f"protocol=StepProtocol(forwards_outstanding={self.outstanding + 1}).",
             )
 
-    def _warn(self, key: str, message: str, stacklevel: int = 7) -> None:
+    def warn(self, key: str, message: str, stacklevel: int = 7) -> None:
         """Warn once; 7 frames up is the line that calls the model."""
         if key not in self._warned:
             self._warned.add(key)
@@ -365,31 +460,6 @@ class Remat:
             id(p) in mine for group in optimizer.param_groups for p in group["params"]
         ):
             self._stepped = optimizer
-
-
-@dataclass(frozen=True, slots=True)
-class _Frames:
-    """What a drop-in hears of its forwards; does not keep it alive."""
-
-    remat: "weakref.ref[Remat]"
-
-    def begun(self) -> None:
-        if (remat := self.remat()) is not None:
-            remat._outstanding += 1
-
-    def done(self) -> None:
-        if (remat := self.remat()) is not None:
-            remat._outstanding -= 1
-
-    def held(self, count: int, size: int) -> None:
-        if (remat := self.remat()) is not None:
-            remat._warn(
-                "held",
-                f"remat: planned for outputs_held=False, but {count} outputs ({size} bytes) are still held "
-                "when backward begins, so the budget may be exceeded. Drop them before backward, or plan "
-                "with protocol=StepProtocol(outputs_held=True).",
-                stacklevel=10,  # the line that calls backward
-            )
 
 
 def _has_gradients(model: nn.Module) -> bool:

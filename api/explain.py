@@ -8,7 +8,7 @@ from .budget import in_units
 from .planned import Planned
 
 if TYPE_CHECKING:
-    from .dropin import Stats
+    from .stats import Stats
 
 SHOWN = 10
 """Decisions that are listed."""

@@ -1,0 +1,1 @@
+from passes.randomness import *
