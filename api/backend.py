@@ -15,6 +15,7 @@ Not handled: tensor subclasses, one plan for several sizes.
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -325,3 +326,12 @@ class _Frames:
                 "when backward begins, so the budget may be exceeded. Drop them before backward, or plan "
                 "with protocol=StepProtocol(outputs_held=True).",
             )
+
+    def given(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Nothing is verified here."""
+
+    def made(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Nothing is verified here."""
+
+    def running(self, phase: str) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -13,13 +13,13 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from remat.ir import GuardError, InfeasibleBudgetError, UnsupportedGraphError
+from remat.ir import GuardError, InfeasibleBudgetError, UnsupportedGraphError, VerifyError
 from remat.ir.capture import argument_names
 from remat.ir.fake import Dynamic
 from remat.ir.structure import rebuilder, take_tensors
@@ -29,11 +29,14 @@ from .beside import MODELS, Others, follow
 from .budget import available_memory
 from .distributed import buckets_of, plan_together
 from .explain import explain
-from .guards import Call, make_guard, normalize
+from .failure import ALWAYS_RAISED, reason_of, short, unplanned
+from .frames import Frames
+from .guards import Call, described, make_guard, normalize
 from .kept import Entry, Family, Kept, changing, largest
 from .module_state import traced_hooks
 from .optimizers import Assumed, find_optimizer, traits, watch_optimizers
 from .options import Options, device_of
+from .out_of_memory import Circumstances, is_out_of_memory, out_of_memory_explained
 from .outside import Outside, Remedy
 from .outstanding import left_bytes
 from .planned import Planned
@@ -42,6 +45,7 @@ from .request import Request
 from .runtime import run
 from .sizes import at_sizes, peak_at, prepared_for, why_not_at
 from .stats import Stats
+from .verify import Inputs, Verification, not_verified, state_before
 from .wrappers import is_sharded, refuse_sharded
 
 SHARDED = Assumed(None, "none: the parameters are sharded")
@@ -74,8 +78,13 @@ class Remat:
         self._steps_without = 0
         self._unplannable: dict[str, str] = {}
         self._current: Entry | None = None
-        self._outstanding = 0
-        self._followed = 0
+        self._refused: dict[tuple[Any, ...], str] = {}
+        """Why there is no plan for calls with these arguments, though there is one for others."""
+        self._unverified: Entry | None = None
+        """With `verify`: the plan of which no step has been verified."""
+        self.outstanding = 0
+        """Planned forwards whose backward has not run."""
+        self.followed = 0
         """The same, of forwards that ran as they are because a plan says so."""
         self._others = Others(self.number)
         self._warned: set[str] = set()
@@ -108,6 +117,8 @@ class Remat:
 
     def explain(self) -> str:
         """What the plan does and what it rests on, as text."""
+        if self.stats.failed:
+            return f"No plan, the original model trains: {self.stats.failed}"
         if self._current is None:
             return "No plan yet: it is made on the first training call."
         return explain(self._current.planned, self.stats)
@@ -130,8 +141,11 @@ class Remat:
         self.enabled = False
 
     def enable(self) -> None:
-        """Run the plan again."""
+        """Run the plan again; try to make one, if that has failed."""
         self.enabled = True
+        self.stats.failed = ""
+        self._refused.clear()
+        self._unplannable.clear()
 
     def make(
         self,
@@ -158,7 +172,7 @@ class Remat:
         beside = self._beside(model, again=True)
         request = self._request(model, forward, call, resident, dynamic, beside)
         if hooked := traced_hooks(model):
-            self._warn(
+            self.warn(
                 "hooks",
                 f"remat: {', '.join(hooked)} have hooks. They run while the plan is made; what they compute "
                 "becomes part of the plan, what else they do does not happen in planned steps.",
@@ -173,7 +187,7 @@ class Remat:
                     error.add_note(f"{beside} bytes are counted for other models in this process.")
                 raise
         if planned.prepared.capture.checkpointed:
-            self._warn(
+            self.warn(
                 "checkpoints",
                 "remat: the model checkpoints parts of itself (torch.utils.checkpoint). In planned steps "
                 "they run once, and the plan decides what is computed again; other calls checkpoint "
@@ -186,7 +200,7 @@ class Remat:
         entry = Entry(guard, planned, rebuild, beside, left_bytes(planned.trace))
         if planned.domain.fixed and not self.stats.plans:
             sizes = ", ".join(f"{name} = {size}" for name, size in planned.domain.fixed.items())
-            self._warn(
+            self.warn(
                 "fixed",
                 f"remat: the model needs {sizes} as numbers, so the plan holds for these only; other "
                 "sizes are planned anew.",
@@ -198,6 +212,7 @@ class Remat:
         self._kept.add(family, family.key(tensors, resident), entry)
         self._current = entry
         self.stats.plans += 1
+        self._unverified = entry if self.options.verify else None
         self._assumed = None if is_sharded(model) else traits(request.optimizer.instance)
         return entry
 
@@ -240,7 +255,7 @@ class Remat:
 
     def left_bytes(self) -> int:
         """What forwards have left whose backward has not run, bytes, at the sizes of the last plan."""
-        return self._current.left * (self._outstanding + self._followed) if self._current else 0
+        return self._current.left * (self.outstanding + self.followed) if self._current else 0
 
     @contextlib.contextmanager
     def _original_runs(self) -> Iterator[None]:
@@ -265,7 +280,13 @@ class Remat:
             self.signature.bind(*args, **kwargs)
         assert call is not None
         call = at_sizes(forward, call, self.options.dynamic or {}, sizes)
-        self.make(model, forward, call, self.options.protocol.gradients_resident)
+        try:
+            self.make(model, forward, call, self.options.protocol.gradients_resident)
+        except Exception as error:
+            if self.options.on_failure != "warn" or isinstance(error, ALWAYS_RAISED):
+                raise
+            self.give_up(reason_of(error))
+            self.warn("failed", unplanned(self.stats.failed), stacklevel=4)
 
     def call(
         self,
@@ -278,25 +299,119 @@ class Remat:
         call = normalize(self.signature, args, kwargs)
         if call is None:
             return forward(*args, **kwargs)  # which says better what is wrong
+        if self.stats.failed:
+            self.stats.fallbacks[short(self.stats.failed)] += 1
+            return forward(*args, **kwargs)
         tensors, pattern = take_tensors(call)
         previous = self._current
         family, outside = self._kept.serving(tensors, pattern)
-        if outside is not None:
-            entry = self._plan_for(outside, model, forward, call)
-            if entry is None:
+        why = self._refused.get(described(tensors), "") if self._refused else ""
+        try:
+            if outside is not None:
+                entry = self._plan_for(outside, model, forward, call)
                 why = self._unplannable.get(outside.why, outside.why)
-                return self._fall_back(model, why, forward, args, kwargs)
-        else:
-            entry = self._in_family(family, model, forward, call)
+            else:
+                entry = None if why else self._in_family(family, model, forward, call)
+        except Exception as error:  # whatever a trace of the user's code may raise
+            return self._without_plan(error, forward, args, kwargs)
+        if entry is None:
+            return self._fall_back(model, why, forward, args, kwargs)
         if entry is not previous or not self.stats.planned:
             self._check_device(model, entry)
         self._current = entry
         self.stats.planned += 1
         self._check_outstanding(entry)
+        return self._run(entry, model, forward, call, args, kwargs)
+
+    def _run(
+        self,
+        entry: Entry,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a plan's forward."""
         if entry.planned.program is None:
-            return self._followed_through(forward(*args, **kwargs))
+            with out_of_memory_explained(lambda: self.circumstances("forward"), self.stats):
+                return self._followed_through(forward(*args, **kwargs))
+        if entry is self._unverified:
+            return self._run_verified(entry, model, forward, call)
+        primals = entry.guard.primals(take_tensors(call)[0])
+        return entry.rebuild(run(entry.planned.program, primals, Frames(weakref.ref(self))))
+
+    def _without_plan(
+        self,
+        error: Exception,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the original forward where planning has failed, unless that is to be raised.
+
+        What the original forward raises, too, is no failure of planning: the next call plans.
+        """
+        if self.options.on_failure == "raise" or isinstance(error, ALWAYS_RAISED):
+            raise error
+        output = forward(*args, **kwargs)
+        why = reason_of(error)
+        if self._current is None:
+            self.give_up(why)
+        else:
+            call = normalize(self.signature, args, kwargs)
+            self._refused[described(take_tensors(call)[0])] = short(why)
+        self.stats.fallbacks[short(why)] += 1
+        self.warn("failed", unplanned(why))
+        return output
+
+    def _run_verified(
+        self, entry: Entry, model: nn.Module, forward: Callable[..., Any], call: Call
+    ) -> Any:
+        """Run a planned forward, and the eager one beside it; backward is compared, too."""
+        planned, tensors = entry.planned, take_tensors(call)[0]
+        assert planned.program is not None
+        self._unverified = None
         primals = entry.guard.primals(tensors)
-        return entry.rebuild(run(entry.planned.program, primals, _Frames(weakref.ref(self))))
+        parameters = len(planned.prepared.capture.parameters)
+        inputs = Inputs(model, forward, call, entry.guard.names, primals, parameters)
+        step = Verification(planned, inputs, state_before(inputs))
+        frames = Frames(weakref.ref(self), step)
+        output = entry.rebuild(run(planned.program, primals, frames))
+        try:
+            with self._original_runs():
+                step.forward(output)
+        except VerifyError as error:
+            self.give_up(str(error))
+            raise
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            step.skip()
+            self.stats.verified = "not verified: out of memory"
+            self.warn("not verified", not_verified(error))
+        return output
+
+    def step_verified(self, step: Verification) -> None:
+        """The backward of a step that is verified has ended; without a result, the next one is verified."""
+        if step.done:
+            self.stats.verified = step.summary()
+        elif not step.skipped and not self.stats.failed and self._current is not None:
+            self._unverified = self._current
+
+    def give_up(self, why: str) -> None:
+        """Run the original forward from now on."""
+        self.stats.failed = why
+        self._kept = Kept()
+        self._unverified = None
+
+    def circumstances(self, phase: str, unplanned: str = "") -> Circumstances | None:
+        """What is known of a step that runs out of memory; None if there is no plan."""
+        if self._current is None:
+            return None
+        other = type(self._stepped).__name__ if self._stepped is not None else ""
+        outstanding = max(0, self.outstanding - (phase == "backward"))
+        return Circumstances(phase, self._current.planned.plan, outstanding, other, unplanned)
 
     def _resident(self, model: nn.Module, family: Family | None) -> bool:
         """Gradients are there when the forward begins, or are to be planned for."""
@@ -346,9 +461,9 @@ class Remat:
         try:
             entry = self._at_changing_sizes(model, forward, call) if sizes else None
             entry = entry or self.make(model, forward, call, self._resident(model, None))
-        except InfeasibleBudgetError:
-            raise
         except Exception as error:  # whatever it is: the call can run as it is
+            if self.options.on_failure == "raise" or isinstance(error, ALWAYS_RAISED):
+                raise
             self._unplannable[outside.why] = (
                 f"{outside.why}; that cannot be planned: {type(error).__name__}: {error}"
             )
@@ -380,7 +495,7 @@ class Remat:
 
     def _replanned(self, reason: str) -> None:
         self.stats.replanned[reason] += 1
-        self._warn(
+        self.warn(
             "replanned",
             f"remat: made another plan: {reason}. Such plans are counted, with their reasons, in "
             "model.remat.stats.replanned.",
@@ -397,19 +512,20 @@ class Remat:
         refuse_sharded(model)
         self.stats.fallbacks[why] += 1
         unused = "" if self.stats.planned else " No call has run the plan so far."
-        self._warn(
+        self.warn(
             "fallback",
             f"remat: a training call ran the original forward, without the memory cap: {why}. Such "
             f"calls are counted, with their reasons, in model.remat.stats.fallbacks.{unused}",
         )
-        return forward(*args, **kwargs)
+        with out_of_memory_explained(lambda: self.circumstances("forward", why), self.stats):
+            return forward(*args, **kwargs)
 
     def _followed_through(self, output: Any) -> Any:
         """The output of a forward that ran as it is; counts as outstanding until its backward begins."""
         tracked = [tensor for tensor in take_tensors(output)[0] if tensor.requires_grad]
         if tracked and len(MODELS) > 1:
-            self._followed += 1
-            follow(tracked[0], _Frames(weakref.ref(self)).passed)
+            self.followed += 1
+            follow(tracked[0], Frames(weakref.ref(self)).passed)
         return output
 
     def _check_device(self, model: nn.Module, entry: Entry) -> None:
@@ -418,7 +534,7 @@ class Remat:
         peak = entry.planned.plan.peak_bytes + max(0, beside - entry.beside)
         if peak > (memory := available_memory(where)):
             others = f", {beside} of them for other models" if beside else ""
-            self._warn(
+            self.warn(
                 "device",
                 f"remat: the step is planned to take {peak} bytes{others}, and the device has {memory} for "
                 "this process. Plan with a smaller budget, or keep fewer models there.",
@@ -426,15 +542,15 @@ class Remat:
 
     def _check_outstanding(self, entry: Entry) -> None:
         planned_for = entry.planned.plan.protocol.forwards_outstanding
-        if self._outstanding >= planned_for:
-            self._warn(
+        if self.outstanding >= planned_for:
+            self.warn(
                 "outstanding",
-                f"remat: {self._outstanding + 1} forwards are outstanding, planned for {planned_for}; each "
+                f"remat: {self.outstanding + 1} forwards are outstanding, planned for {planned_for}; each "
                 "keeps its saved activations, so the budget may be exceeded. Pass "
-                f"protocol=StepProtocol(forwards_outstanding={self._outstanding + 1}).",
+                f"protocol=StepProtocol(forwards_outstanding={self.outstanding + 1}).",
             )
 
-    def _warn(self, key: str, message: str, stacklevel: int = 7) -> None:
+    def warn(self, key: str, message: str, stacklevel: int = 7) -> None:
         """Warn once; 7 frames up is the line that calls the model."""
         if key not in self._warned:
             self._warned.add(key)
@@ -462,42 +578,13 @@ class Remat:
         model = self.owner()
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if model is not None and any(id(p) in held for p in model.parameters()):
-            self._warn(
+            self.warn(
                 "never called",
                 f"remat: a {type(optimizer).__name__} has updated parameters of the "
                 f"{type(model).__name__} that is to be planned, but no training call has come to its "
                 "forward, so there is no memory cap. Train through the object that optimize_checkpoints "
                 "returned: call it, not its parts, nor the model that it was made of.",
                 stacklevel=6,
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Frames:
-    """What a drop-in hears of its forwards; does not keep it alive."""
-
-    remat: "weakref.ref[Remat]"
-
-    def begun(self) -> None:
-        if (remat := self.remat()) is not None:
-            remat._outstanding += 1
-
-    def done(self) -> None:
-        if (remat := self.remat()) is not None:
-            remat._outstanding -= 1
-
-    def passed(self) -> None:
-        if (remat := self.remat()) is not None:
-            remat._followed -= 1
-
-    def held(self, count: int, size: int) -> None:
-        if (remat := self.remat()) is not None:
-            remat._warn(
-                "held",
-                f"remat: planned for outputs_held=False, but {count} outputs ({size} bytes) are still held "
-                "when backward begins, so the budget may be exceeded. Drop them before backward, or plan "
-                "with protocol=StepProtocol(outputs_held=True).",
-                stacklevel=10,  # the line that calls backward
             )
 
 

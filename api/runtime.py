@@ -17,6 +17,7 @@ receive gradients and one does not, its part of backward runs on zeros.
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,6 +66,15 @@ class Listener(Protocol):
     def held(self, count: int, size: int) -> None:
         """The caller holds outputs that the protocol says it drops: their number and bytes."""
 
+    def given(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Backward begins: the gradients of the outputs that have a history."""
+
+    def made(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A stage has run; what it is about to deliver."""
+
+    def running(self, phase: str) -> AbstractContextManager[None]:
+        """Context in which a graph runs."""
+
 
 @dataclass(slots=True)
 class Frame:
@@ -109,7 +119,7 @@ def run(
         listener: hears when the forward becomes outstanding, and when it no longer is.
     """
     parts = program.parts
-    with torch.no_grad(), DisableAutocast():
+    with torch.no_grad(), DisableAutocast(), listener.running("forward"):
         made = parts.forward.forward(list(primals))
         first = len(parts.mutations)
         named = dict(zip(parts.primals, primals, strict=True))
@@ -198,6 +208,7 @@ class _Entry(torch.autograd.Function):
         frame.env = dict(zip(frame.saved, tensors[:count], strict=True)) | frame.numbers
         frame.env |= {name: view.again(shared[view.of]) for name, view in frame.of_outputs.items()}
         frame.env |= _tangents(frame, ctx.like, gradients)
+        frame.listener.given(gradients)
         return None, None, torch.empty(0)
 
 
@@ -256,11 +267,17 @@ class _Stage(torch.autograd.Function):
         frame: Frame = ctx.frame
         parts = frame.program.parts
         stage = parts.stages[ctx.number]
-        made = _run_stage(frame, stage, ctx.number, list(ctx.saved_tensors))
         depends = frame.program.depends
-        for i, target in enumerate(stage.gradients):
-            if frame.missing and depends[target] <= frame.missing:
-                made[i] = None
+        try:
+            with frame.listener.running("backward"):
+                made = _run_stage(frame, stage, ctx.number, list(ctx.saved_tensors))
+            for i, target in enumerate(stage.gradients):
+                if frame.missing and depends[target] <= frame.missing:
+                    made[i] = None
+            frame.listener.made(ctx.number, made)
+        except BaseException:
+            frame.finish()  # torch does not call back after an error
+            raise
         last = ctx.number == len(parts.stages) - 1
         return (None, None, None, None if last else token, *made)
 

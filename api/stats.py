@@ -11,8 +11,12 @@ class Stats:
     planned: int = 0
     """Training calls that ran a plan (or the original forward, where the plan says so)."""
     fallbacks: Counter[str] = field(default_factory=Counter)
-    """Training calls outside the guards, which ran the original forward, by reason."""
+    """Training calls that ran the original forward without a plan, by reason."""
     plans: int = 0
     """Plans that were made."""
     replanned: Counter[str] = field(default_factory=Counter)
     """Those of them that were made because a call had changed, by what was other."""
+    failed: str = ""
+    """Why there is no plan and none is tried for: every call runs the original forward. Empty otherwise."""
+    verified: str = ""
+    """With ``verify=True``: what the last step that was verified has shown; empty before."""

@@ -369,7 +369,7 @@ def capture(
     except UnsupportedGraphError:
         raise
     except Exception as error:  # torch raises dozens of types here
-        raise _explain(error) from error
+        raise explained(error) from error
 
 
 def _capture(
@@ -508,7 +508,7 @@ def _refuse_repeated_casts(captured: Capture, trained: list[bool]) -> None:
             )
 
 
-def _explain(error: Exception) -> UnsupportedGraphError:
+def explained(error: Exception) -> UnsupportedGraphError:
     """The error with the user's line in front: the last frame outside torch."""
     root = str(torch.__path__[0])
     frames = [

@@ -115,7 +115,7 @@ def test_more_outstanding_forwards_than_planned_are_reported_once() -> None:
     third = loss_of(model)
     del first, second, third
     gc.collect()
-    assert model.remat._outstanding == 0
+    assert model.remat.outstanding == 0
 
 
 def test_gradients_of_some_parameters() -> None:
@@ -267,12 +267,12 @@ def test_an_abandoned_forward_frees_its_memory_at_once() -> None:
     model = optimized(make(Net), STEP)
     output = model(*STEP.args)
     node = weakref.ref(output)
-    assert model.remat._outstanding == 1
+    assert model.remat.outstanding == 1
     gc.disable()
     try:
         del output
         assert node() is None
-        assert model.remat._outstanding == 0
+        assert model.remat.outstanding == 0
     finally:
         gc.enable()
     protocol = StepProtocol(outputs_held=False)

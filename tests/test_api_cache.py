@@ -68,7 +68,7 @@ def file_of(folder: Path) -> Path:
         {},
         {"protocol": StepProtocol(forwards_outstanding=2)},
         {"dynamic": {"input": {0: "batch"}}},
-        {"recompute": ("1",)},
+        {"recompute": ("0",)},
     ],
     ids=["plain", "two forwards", "dynamic", "pattern"],
 )

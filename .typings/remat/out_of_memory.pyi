@@ -1,0 +1,1 @@
+from api.out_of_memory import *
