@@ -3,7 +3,6 @@
 Not seen: the inside of other objects.
 """
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,22 +15,28 @@ class Contents:
     """What every container in a value held at one time."""
 
     held: tuple[tuple[Any, Any], ...]
-    """Each container, and a shallow copy of it."""
+    """Each container, and its elements in a plain one."""
 
     def changed(self) -> bool:
         """Whether a container now has other elements, or another order of them."""
         return any(not _same_elements(now, before) for now, before in self.held)
 
     def put_back(self) -> None:
-        """Give every container its elements again."""
+        """Give every container that has changed its elements again; others may not be writable."""
         for now, before in self.held:
-            now.clear()
-            now.extend(before) if isinstance(now, list) else now.update(before)
+            if not _same_elements(now, before):
+                now.clear()
+                now.extend(before) if isinstance(now, list) else now.update(before)
 
 
 def contents(value: object) -> Contents:
     """The contents of `value` now, if it is a container, and of all containers in it."""
-    return Contents(tuple((each, copy.copy(each)) for each in containers(value)))
+    return Contents(tuple((each, _elements(each)) for each in containers(value)))
+
+
+def _elements(container: Any) -> Any:
+    kind = next(kind for kind in (list, dict, set) if isinstance(container, kind))
+    return kind(container)
 
 
 def containers(value: object) -> Iterator[Any]:

@@ -13,6 +13,7 @@ of the optimizer are not called. What a forward changes in objects that are not 
 """
 
 import contextlib
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -150,13 +151,17 @@ class Stage:
         def stand_in(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 return self.fake(value, f"constant_{len(self._fakes)}", Role.BUFFER)
-            return tuple(map(stand_in, value)) if type(value) is tuple else value
+            if type(value) is not tuple:
+                return value
+            new = tuple(map(stand_in, value))
+            return value if all(map(operator.is_, new, value)) else new
 
         for each in list(containers(attributes)):
-            if isinstance(each, dict):
-                each.update({key: stand_in(item) for key, item in each.items()})
-            elif isinstance(each, list):
-                each[:] = map(stand_in, each)
+            items = each.items() if isinstance(each, dict) else enumerate(each)
+            changed = {key: new for key, item in items if (new := stand_in(item)) is not item}
+            if isinstance(each, dict | list):
+                for key, new in changed.items():
+                    each[key] = new
 
 
 def step_as_on_a_gpu(optimizer: torch.optim.Optimizer) -> None:

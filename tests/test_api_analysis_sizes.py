@@ -11,6 +11,15 @@ import remat
 from remat import measure_peak
 
 
+class Frozen(dict[str, Any]):
+    """A dict that cannot be changed, as configurations are."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("frozen")
+
+    update = clear = __setitem__ = _refuse  # type: ignore[assignment]
+
+
 class Blocks(nn.Module):
     """Takes sequences in blocks of 4."""
 
@@ -88,6 +97,7 @@ def test_what_forward_writes_into_nested_containers_is_taken_out_again() -> None
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(8, 8)
+            self.config = Frozen({"sizes": (1, 2), "names": ["a"]})
             self.log: dict[str, Any] = {"outputs": [], "scale": (torch.ones(8), 2)}
 
         def forward(self, x: Tensor) -> Tensor:
