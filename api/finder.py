@@ -57,9 +57,8 @@ class Finder:
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._found: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._early: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._open: frozenset[int] = frozenset()
-        """Parameters that are not settled, by identity."""
-        self._least = 0.0
+        self._open: dict[int, float] = {}
+        """Parameters that are not settled, by identity: which part of what their optimizer holds."""
         self._restore_call: Callable[[], None] | None = None
 
     def install(self) -> None:
@@ -91,9 +90,11 @@ class Finder:
         """Find out which parameters are not settled; watch calls only while there are some."""
         settled = {id(p) for module in self._found for p in module.parameters()}
         unsettled = [o for o in self.optimizers if self._steps.get(o, 0) < STEPS]
-        held = {id(p): p for o in unsettled for group in o.param_groups for p in group["params"]}
-        self._open = frozenset(held.keys() - settled)
-        self._least = SHARE * sum(p.numel() for p in held.values())
+        self._open = {}
+        for optimizer in unsettled:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            count = max(1, sum(p.numel() for p in held))
+            self._open |= {id(p): p.numel() / count for p in held if id(p) not in settled}
         if self._open:
             self._watch_calls()
         elif self.optimizers:
@@ -127,11 +128,11 @@ class Finder:
         """A training call begins."""
         if self._restore_call is None or torch.compiler.is_compiling() or passes_on(module):
             return
-        own = sum(p.numel() for p in module.parameters() if id(p) in self._open)
+        own = [self._open[id(p)] for p in module.parameters() if id(p) in self._open]
         if not own:
             if module not in self._found:
                 self._early[module] = self._early.get(module, 0) + 1
-        elif own < self._least:
+        elif sum(own) < SHARE:
             self.small[type(module).__name__] += 1
         else:
             self._found.add(module)

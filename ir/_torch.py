@@ -10,6 +10,7 @@ from torch._C import _current_graph_task_id as graph_task_id  # -1 outside a bac
 from torch._C import _DisableAutocast as DisableAutocast
 from torch._C import _dispatch_get_registrations_for_dispatch_key as ops_with_kernel
 from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
+from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch._C._autograd import (
     _top_saved_tensors_default_hooks as saved_tensors_hooks,  # hooks in force, or None
 )
@@ -29,7 +30,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd import Variable
-from torch.autograd import _profiler_enabled as profiler_enabled
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,

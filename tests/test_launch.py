@@ -274,6 +274,7 @@ print(loss.item())
 """
 
 
+@pytest.mark.slow
 def test_without_a_budget_or_gpu_the_usage_is_explained(script: Path) -> None:
     script.write_text(TRAIN)
     ended = start(*LAUNCH, script, CUDA_VISIBLE_DEVICES="")
@@ -283,6 +284,17 @@ def test_without_a_budget_or_gpu_the_usage_is_explained(script: Path) -> None:
     assert ended.out == ""
 
 
+def test_an_infeasible_budget_that_nobody_catches_exits_with_3(script: Path) -> None:
+    script.write_text(
+        "from remat import InfeasibleBudgetError as E\nraise E('x', budget_bytes=1, least_peak_bytes=2)"
+    )
+    ended = start(*LAUNCH, "--budget", "1kB", script)
+    assert ended.code == 3
+    assert ended.err.startswith("Traceback")
+    assert "train.py" in ended.err.splitlines()[1]
+
+
+@pytest.mark.slow
 def test_an_infeasible_budget_exits_with_3_if_it_is_to_be_raised(script: Path) -> None:
     script.write_text(TRAIN)
     command = (*LAUNCH, "--budget", "100B", script)
