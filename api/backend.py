@@ -12,44 +12,21 @@ another optimizer than the assumed one steps, and at each size that a graph with
 Not handled: tensor subclasses, one plan for several sizes.
 """
 
-import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import fx
 from torch.optim import Optimizer
 
-from remat.ir.structure import rebuilder, take_tensors
-from remat.passes import Plan, StepProtocol
+from remat.passes import StepProtocol
 from remat.solvers import Limits
 
+from .compiled_graph import Compiled, compiled
 from .compiling import options_inside
-from .dynamo_graph import (
-    BoundGraph,
-    broken_at,
-    give_origins,
-    inputs_of,
-    is_symbolic,
-    needs_gradient,
-    share_memory,
-)
-from .explain import explain
-from .inductor import compile_program
-from .kept import PLANS
-from .optimizers import find_optimizer, traits, watch_optimizers
-from .options import Options, check, patterns_of
-from .planned import Planned
-from .planner import make_plan
-from .program import Program
-from .progress import progress
-from .request import Request
-from .runtime import run
+from .dynamo_graph import give_origins, is_symbolic, needs_gradient
+from .options import Options, patterns_of
 
-_live: "weakref.WeakSet[Compiled]" = weakref.WeakSet()
+__all__ = ["Compiled", "backend", "compiled"]
 
 
 def backend(
@@ -62,7 +39,7 @@ def backend(
 
     Args:
         graph: as Dynamo captured it.
-        example_inputs: not used; the plan is made for the inputs of the first call.
+        example_inputs: say which sizes are symbols; the plan is made for the inputs of the first call.
         options: ``budget_gb``, and what else `optimize_checkpoints` takes by these names: ``optimizer``,
             ``protocol``, ``cost_model``, ``time_limit_s``, ``gap``, ``save``, ``recompute``. Beside them
             ``inductor=True``: Inductor compiles the planned graphs; the peak is then not exactly the plan's.
@@ -83,7 +60,7 @@ def backend(
             "backend='remat' needs a budget: torch.compile(..., options={'budget_gb': 20})"
         )
     give_origins(graph)
-    return Compiled(graph, asked, inductor)
+    return Compiled(graph, is_symbolic(graph, example_inputs), asked, inductor)
 
 
 def _options(
@@ -105,233 +82,3 @@ def _options(
         limits=Limits(time_limit_s, gap),
         patterns=patterns_of(save, recompute),
     )
-
-
-def compiled() -> "list[Compiled]":
-    """The planned graphs that Dynamo holds, in the order in which they were compiled."""
-    return sorted(_live, key=lambda graph: graph.number)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One plan, without what it was made from."""
-
-    plan: Plan
-    text: str
-    program: Program | None
-    sources: tuple[int, ...]
-    """Per input of the program: which input of Dynamo's graph it is."""
-    updated: tuple[int, ...]
-    """Inputs of Dynamo's graph that the step updates."""
-    rebuild: Callable[[Any], Any]
-
-
-class Compiled:
-    """A graph of Dynamo with its plans."""
-
-    made = 0
-
-    def __init__(self, graph: fx.GraphModule, options: Options, inductor: bool) -> None:
-        """Start without a plan.
-
-        Args:
-            graph: as Dynamo gave it.
-            options: what the user asked for.
-            inductor: Inductor compiles the planned graphs.
-        """
-        self.graph = graph
-        self.options = options
-        self.inductor = inductor
-        self.number = Compiled.made = Compiled.made + 1
-        self.plans = 0
-        """Plans that were made."""
-        self.calls = 0
-        self._inputs = inputs_of(graph)
-        self._symbolic = is_symbolic(graph)
-        self._broken = broken_at(graph)
-        self._entries: dict[tuple[bool, tuple[object, ...]], _Entry] = {}
-        """By whether gradients are resident, and by the sizes if those are symbols."""
-        self._current: _Entry | None = None
-        self._outstanding = 0
-        self._warned: set[str] = set()
-        self._trained: list[weakref.ref[nn.Parameter]] = []
-        self._assumed: object = None
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped: Optimizer | None = None
-        _live.add(self)
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in use."""
-        return self._current.plan if self._current else None
-
-    def explain(self) -> str:
-        """What the plan does and what it rests on, as text."""
-        return (
-            self._current.text if self._current else "No plan yet: it is made at the first call."
-        )
-
-    def __call__(self, *inputs: Any) -> Any:
-        """Run the plan for these inputs; make it if there is none."""
-        entry = self._current = self._entry(inputs)
-        self.calls += 1
-        self._check_outstanding(entry)
-        if entry.program is None:
-            return self.graph(*inputs)
-        if entry.updated and share_memory(entry.updated, inputs):
-            self._warn(
-                "shared",
-                "remat: inputs share memory, and the step updates one in place. Such calls run without "
-                "the memory cap.",
-            )
-            return self.graph(*inputs)
-        primals = [inputs[i] for i in entry.sources]
-        return entry.rebuild(run(entry.program, primals, _Frames(weakref.ref(self))))
-
-    def _entry(self, inputs: Sequence[Any]) -> _Entry:
-        resident = self.options.protocol.gradients_resident or any(
-            [isinstance(x, nn.Parameter) and x.grad is not None for x in inputs]
-        )
-        sizes = tuple(map(_size, inputs)) if self._symbolic else ()
-        if self._stepped is None:
-            # A plan for resident gradients serves where there are none, too.
-            found = self._entries.get((resident, sizes)) or self._entries.get((True, sizes))
-            if found is not None:
-                return found
-        return self._make(inputs, resident, sizes)
-
-    def _make(self, inputs: Sequence[Any], resident: bool, sizes: tuple[object, ...]) -> _Entry:
-        """Plan for a call, and keep the plan."""
-        module = BoundGraph(self.graph, self._inputs, inputs)
-        check(self.options, module)
-        if self._broken:
-            self._warn_of_break()
-        request = self._request(module, inputs, resident)
-        with progress() as report:
-            planned = make_plan(request, report)
-        if self.inductor and planned.program is not None:
-            compile_program(planned.program)
-        entry = _entry(planned, module, inputs)
-        if self._stepped is not None:  # only now: a plan that failed is asked for again
-            self._stepped = None
-            self._entries.clear()
-        self._entries[resident, sizes] = entry
-        for key in list(self._entries)[:-PLANS]:
-            del self._entries[key]
-        self.plans += 1
-        if self.options.optimizer == "auto":
-            self._trained = [weakref.ref(p) for p in module.parameters() if p.requires_grad]
-            self._assumed = traits(request.optimizer.instance)
-            watch_optimizers(self)
-        return entry
-
-    def _request(self, module: BoundGraph, inputs: Sequence[Any], resident: bool) -> Request:
-        options = self.options
-        protocol = replace(options.protocol, gradients_resident=resident)
-        if self._broken and protocol.gradient_outputs == "auto":
-            protocol = replace(protocol, gradient_outputs="all")  # no loss yet
-        return Request(
-            module=module,
-            forward=module.forward,
-            args=tuple(inputs[i] for i in module.rest),
-            kwargs={},
-            budget=options.budget_bytes(module),
-            loss_fn=None,
-            optimizer=find_optimizer(module, self._stepped or options.optimizer),
-            protocol=protocol,
-            cost_model=options.device_for_cost(module),
-            limits=options.limits,
-            patterns=options.patterns,
-        )
-
-    def _warn_of_break(self) -> None:
-        self._warn(
-            "break",
-            f"remat: Dynamo cuts the step in two at {self._broken}. Each graph is planned alone under the "
-            "budget, so the step as a whole may exceed it. fullgraph=True names every such place.",
-        )
-
-    def _check_outstanding(self, entry: _Entry) -> None:
-        planned_for = entry.plan.protocol.forwards_outstanding
-        if self._outstanding >= planned_for:
-            self._warn(
-                "outstanding",
-                f"remat: {self._outstanding + 1} forwards are outstanding, planned for {planned_for}; each "
-                "keeps its saved activations, so the budget may be exceeded. Pass the option "
-                f"protocol=StepProtocol(forwards_outstanding={self._outstanding + 1}).",
-            )
-
-    def _warn(self, key: str, message: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(message, stacklevel=5)
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """With optimizer="auto": plan again if this one, not the assumed one, holds the parameters."""
-        if self._current is None or optimizer in self._seen:
-            return
-        self._seen.add(optimizer)
-        mine = {id(p) for ref in self._trained if (p := ref()) is not None}
-        if traits(optimizer) != self._assumed and any(
-            id(p) in mine for group in optimizer.param_groups for p in group["params"]
-        ):
-            self._stepped = optimizer
-
-
-def _entry(planned: Planned, module: BoundGraph, inputs: Sequence[Any]) -> _Entry:
-    """What is kept of a plan: nothing that holds the inputs it was made for."""
-    captured = planned.prepared.capture
-    arguments = [inputs[i] for i in module.rest]
-    tensors, _ = take_tensors(arguments)
-    first = {
-        id(value): i for i, value in zip(reversed(module.rest), reversed(arguments), strict=True)
-    }
-    sources = [module.state[name] for name in (*captured.parameters, *captured.buffers)]
-    sources += [first[id(tensor)] for tensor in tensors]
-    program = planned.program
-    updated = [program.position[name] for name in program.parts.mutations] if program else []
-    return _Entry(
-        plan=planned.plan,
-        text=explain(planned),
-        program=program,
-        sources=tuple(sources),
-        updated=tuple(sources[i] for i in updated),
-        rebuild=rebuilder(captured.output_pattern),
-    )
-
-
-def _size(value: object) -> object:
-    return (value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
-
-
-@dataclass(frozen=True, slots=True)
-class _Frames:
-    """What a compiled graph hears of its forwards; does not keep it alive."""
-
-    owner: "weakref.ref[Compiled]"
-
-    def begun(self) -> None:
-        if (owner := self.owner()) is not None:
-            owner._outstanding += 1
-
-    def done(self) -> None:
-        if (owner := self.owner()) is not None:
-            owner._outstanding -= 1
-
-    def held(self, count: int, size: int) -> None:
-        if (owner := self.owner()) is not None:
-            owner._warn(
-                "held",
-                f"remat: planned for outputs_held=False, but {count} outputs ({size} bytes) are still held "
-                "when backward begins, so the budget may be exceeded. Drop them before backward, or plan "
-                "with protocol=StepProtocol(outputs_held=True).",
-            )
-
-    def given(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Nothing is verified here."""
-
-    def made(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Nothing is verified here."""
-
-    def running(self, phase: str) -> AbstractContextManager[None]:
-        return nullcontext()

@@ -31,18 +31,18 @@ def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def needs_gradient(graph: fx.GraphModule) -> bool:
-    """Some output requires a gradient, so a backward may come."""
-    outputs = graph.graph.output_node().all_input_nodes
-    return any(_requires_grad(node.meta.get("example_value")) for node in outputs)
+    """Some output requires a gradient, or may for all that is known: a backward may come."""
+    outputs = [n.meta.get("example_value") for n in graph.graph.output_node().all_input_nodes]
+    return any(
+        value.requires_grad if isinstance(value, torch.Tensor) else value is None
+        for value in outputs
+    )
 
 
-def _requires_grad(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def is_symbolic(graph: fx.GraphModule) -> bool:
+def is_symbolic(graph: fx.GraphModule, examples: Sequence[object]) -> bool:
     """The graph holds for several sizes."""
-    return any(_has_symbols(node.meta.get("example_value")) for node in _placeholders(graph))
+    nodes = zip(_placeholders(graph), examples, strict=True)
+    return any(_has_symbols(node.meta.get("example_value", value)) for node, value in nodes)
 
 
 def _has_symbols(value: object) -> bool:

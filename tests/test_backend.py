@@ -1,9 +1,11 @@
 """The `torch.compile` backend: eager's numbers to the bit, the plan's peak to the byte."""
 
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,6 +256,15 @@ def test_a_graph_break_is_named_and_computes_what_eager_does() -> None:
     assert [graph.plan is None or graph.plan.is_eager for graph in graphs()] == [False, False]
 
 
+def test_graphs_that_hold_memory_at_the_same_time_say_so() -> None:
+    first, second = net(), nn.ModuleList([nn.Linear(8, 8)])[0]
+    step = torch.compile(lambda x: second(x).square(), backend="remat", options=options("1MB"))
+    first.compile(backend="remat", options=options("1MB"))
+    hidden = step(batch())
+    with pytest.warns(UserWarning, match=r"1 other compiled graphs wait .* hold .*kB"):
+        first(hidden).backward()
+
+
 def test_calls_without_gradients_run_the_graph_as_it_is() -> None:
     model = net()
     plain = net().eval()
@@ -360,3 +371,13 @@ def test_our_compiler_around_an_optimised_model_plans_by_its_options() -> None:
     assert plan is not None
     assert plan.budget_bytes == 250_000
     assert plan.recomputed
+
+
+def test_the_snippet_of_the_docs_runs_and_plans() -> None:
+    page = Path(__file__).parent.parent / "docs" / "torch_compile.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    exec(compile(snippet, str(page), "exec"), {"__name__": "snippet"})
+    graph = only()
+    assert graph.calls == 3
+    assert graph.plan is not None
+    assert graph.plan.recomputed
