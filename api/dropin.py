@@ -11,47 +11,34 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from remat.ir import GuardError, VerifyError
+from remat.ir import GuardError
 from remat.ir.capture import argument_names
 from remat.ir.structure import rebuilder, take_tensors
 from remat.passes import Plan
 
+from .entries import Entries, Entry
 from .explain import explain
 from .failure import ALWAYS_RAISED, reason_of, short, unplanned
 from .frames import Frames
-from .guards import Call, Guard, described, make_guard, normalize
+from .guards import Call, make_guard, normalize
 from .module_state import traced_hooks
 from .optimizers import find_optimizer, traits, watch_optimizers
 from .options import Options
-from .out_of_memory import Circumstances, is_out_of_memory, out_of_memory_explained
+from .out_of_memory import Circumstances, out_of_memory_explained
 from .planned import Planned
 from .planner import make_plan
 from .progress import progress
-from .request import Request
 from .runtime import run
 from .sizes import at_sizes, peak_at, prepared_for, why_not_at
 from .stats import Stats
-from .verify import Inputs, Verification, not_verified, state_before
-
-PLANS = 8
-"""Plans that are kept; each has its own graphs."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    guard: Guard
-    planned: Planned
-    rebuild: Callable[[Any], Any]
-
-
-_Key = tuple[bool, tuple[Any, ...]]
+from .verified_step import run_verified
+from .verify import Verification
 
 
 class Remat:
@@ -68,16 +55,12 @@ class Remat:
         self.signature = signature
         self.stats = Stats()
         self.enabled = True
-        self._entries: dict[_Key, _Entry] = {}
-        """By whether gradients are resident when the forward begins, and by what the arguments are if sizes
-        are dynamic."""
-        self._current: _Entry | None = None
+        self._entries = Entries(bool(options.dynamic))
+        self._current: Entry | None = None
         self.outstanding = 0
         """Forwards whose backward has not run."""
-        self._unverified: _Entry | None = None
+        self._unverified: Entry | None = None
         """With `verify`: the plan of which no step has been verified."""
-        self._refused: dict[_Key, str] = {}
-        """Why there is no plan for these calls, though there is one for others."""
         self._warned: set[str] = set()
         self._assumed: object = None
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -126,6 +109,10 @@ class Remat:
             raise GuardError("there is no plan yet: it is made on the first training call")
         return peak_at(self._current.planned, sizes)
 
+    def guards(self) -> int:
+        """Conditions that are compared at every call of the plan in use."""
+        return self._current.guard.conditions() if self._current else 0
+
     def disable(self) -> None:
         """Run the original forward from now on."""
         self.enabled = False
@@ -134,11 +121,11 @@ class Remat:
         """Run the plan again; try to make one, if that has failed."""
         self.enabled = True
         self.stats.failed = ""
-        self._refused.clear()
+        self._entries.refused.clear()
 
     def make(
         self, model: nn.Module, forward: Callable[..., Any], call: Call, resident: bool
-    ) -> _Entry:
+    ) -> Entry:
         """Plan for a call, and keep the plan.
 
         Args:
@@ -150,22 +137,10 @@ class Remat:
         tensors, pattern = take_tensors(call)
         dynamic = self.options.dynamic or {}
         names = argument_names(forward, pattern, len(tensors)) if dynamic else [""] * len(tensors)
-        known = [entry.planned for entry in self._distinct(resident=False)]
+        known = [entry.planned for entry in self._entries.distinct(resident=False)]
         asked = self._stepped or self.options.optimizer
-        request = Request(
-            module=model,
-            forward=forward,
-            args=call[0],
-            kwargs=call[1],
-            budget=self.options.budget_bytes(model),
-            loss_fn=self.options.loss_fn,
-            optimizer=find_optimizer(model, asked),
-            protocol=replace(self.options.protocol, gradients_resident=resident),
-            cost_model=self.options.device_for_cost(model),
-            limits=self.options.limits,
-            patterns=self.options.patterns,
-            dynamic=self.options.dynamic,
-            cache_dir=self.options.cache_dir,
+        request = self.options.request(
+            model, forward, call, find_optimizer(model, asked), resident
         )
         if hooked := traced_hooks(model):
             self.warn(
@@ -173,12 +148,12 @@ class Remat:
                 f"remat: {', '.join(hooked)} have hooks. They run while the plan is made; what they compute "
                 "becomes part of the plan, what else they do does not happen in planned steps.",
             )
-        with self._original_runs(), progress() as report:
+        with self.original_runs(), progress() as report:
             planned = make_plan(request, report, prepared_for(request, known))
         captured = planned.prepared.capture
         dims = tuple(frozenset(dynamic.get(name, ())) for name in names)
         guard = make_guard(model, call, planned.prepared, dims)
-        entry = _Entry(guard, planned, rebuilder(captured.output_pattern))
+        entry = Entry(guard, planned, rebuilder(captured.output_pattern))
         if planned.domain.fixed and not self.stats.plans:
             sizes = ", ".join(f"{name} = {size}" for name, size in planned.domain.fixed.items())
             self.warn(
@@ -189,8 +164,8 @@ class Remat:
         if self._stepped is not None:  # only now: a plan that failed is asked for again
             self._stepped = None
             self._entries.clear()
-        self._entries[resident, self._size(tensors)] = self._current = entry
-        self._forget()
+        self._entries.keep(entry, tensors, resident)
+        self._current = entry
         self.stats.plans += 1
         self._unverified = entry if self.options.verify else None
         if self.options.optimizer == "auto":
@@ -198,27 +173,9 @@ class Remat:
             watch_optimizers(self)
         return entry
 
-    def _size(self, tensors: list[torch.Tensor]) -> tuple[Any, ...]:
-        """What of a call's tensors the choice of a plan depends on."""
-        return described(tensors) if self.options.dynamic else ()
-
-    def _distinct(self, resident: bool) -> list[_Entry]:
-        """Entries that serve a call, each once, in the order in which they were made.
-
-        Args:
-            resident: gradients exist when the forward begins; a plan for that serves without them, too.
-        """
-        found = {id(e): e for (has, _), e in self._entries.items() if has or not resident}
-        return list(found.values())
-
-    def _forget(self) -> None:
-        """Keep the last plans that were made."""
-        kept = {id(entry) for entry in self._distinct(resident=False)[-PLANS:]}
-        self._entries = {key: e for key, e in self._entries.items() if id(e) in kept}
-
-    def _conflict(self, entry: _Entry, tensors: list[torch.Tensor]) -> str:
+    def _conflict(self, entry: Entry, tensors: list[torch.Tensor]) -> str:
         """How a call has two numbers for one size; empty if it has not, or was seen before."""
-        if (True, size := self._size(tensors)) in self._entries or (False, size) in self._entries:
+        if self._entries.has_size(tensors):
             return ""
         try:
             entry.planned.request.sizes_in(tensors)
@@ -227,7 +184,7 @@ class Remat:
         return ""
 
     @contextlib.contextmanager
-    def _original_runs(self) -> Iterator[None]:
+    def original_runs(self) -> Iterator[None]:
         """While the model is traced, its forward is the original one."""
         enabled, self.enabled = self.enabled, False
         try:
@@ -280,10 +237,10 @@ class Remat:
         resident = self.options.protocol.gradients_resident or (
             _has_gradients(model) if entry is None else entry.guard.has_gradients()
         )
-        if why := self._refused.get((resident, self._size(tensors)), ""):
+        if why := self._entries.why_refused(tensors, resident):
             return self._fall_back(why, forward, args, kwargs)
         try:
-            entry = self._entry(model, forward, call, resident)
+            entry = self._entry(model, forward, call, tensors, resident)
         except Exception as error:  # whatever a trace of the user's code may raise
             return self._without_plan(error, resident, forward, args, kwargs)
         self._current = entry
@@ -293,17 +250,23 @@ class Remat:
             with out_of_memory_explained(lambda: self.circumstances("forward"), self.stats):
                 return forward(*args, **kwargs)
         if entry is self._unverified:
-            return self._run_verified(entry, model, forward, call)
+            self._unverified = None
+            return run_verified(self, entry, model, forward, call)
         primals = entry.guard.primals(tensors)
         return entry.rebuild(run(entry.planned.program, primals, Frames(weakref.ref(self))))
 
     def _entry(
-        self, model: nn.Module, forward: Callable[..., Any], call: Call, resident: bool
-    ) -> _Entry:
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        tensors: list[torch.Tensor],
+        resident: bool,
+    ) -> Entry:
         """The plan for a call that is within the guards; makes one if there is none."""
         if self._current is None or self._stepped is not None:
             return self.make(model, forward, call, resident)
-        found = self._at(take_tensors(call)[0], resident)
+        found = self._entries.at(tensors, resident)
         return found or self._plan_again(model, forward, call, resident)
 
     def _without_plan(
@@ -325,36 +288,10 @@ class Remat:
         if self._current is None:
             self.give_up(why)
         else:
-            self._refused[resident, self._size(take_tensors((args, kwargs))[0])] = short(why)
+            tensors, _ = take_tensors((args, kwargs))
+            self._entries.refuse(short(why), tensors, resident)
         self.stats.fallbacks[short(why)] += 1
         self.warn("failed", unplanned(why))
-        return output
-
-    def _run_verified(
-        self, entry: _Entry, model: nn.Module, forward: Callable[..., Any], call: Call
-    ) -> Any:
-        """Run a planned forward, and the eager one beside it; backward is compared, too."""
-        planned, tensors = entry.planned, take_tensors(call)[0]
-        assert planned.program is not None
-        self._unverified = None
-        primals = entry.guard.primals(tensors)
-        parameters = len(planned.prepared.capture.parameters)
-        inputs = Inputs(model, forward, call, entry.guard.names, primals, parameters)
-        step = Verification(planned, inputs, state_before(inputs))
-        frames = Frames(weakref.ref(self), step)
-        output = entry.rebuild(run(planned.program, primals, frames))
-        try:
-            with self._original_runs():
-                step.forward(output)
-        except VerifyError as error:
-            self.give_up(str(error))
-            raise
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            step.skip()
-            self.stats.verified = "not verified: out of memory"
-            self.warn("not verified", not_verified(error))
         return output
 
     def step_verified(self, step: Verification) -> None:
@@ -378,33 +315,16 @@ class Remat:
         outstanding = max(0, self.outstanding - (phase == "backward"))
         return Circumstances(phase, self._current.planned.plan, outstanding, other, unplanned)
 
-    def _at(self, tensors: list[torch.Tensor], resident: bool) -> _Entry | None:
-        """The entry for a call's tensors; None if there is no plan for them.
-
-        A plan for resident gradients serves where there are none, too.
-        """
-        size = self._size(tensors)
-        found = self._entries.get((resident, size))
-        if found is None and not resident:
-            found = self._entries.get((True, size))
-        if found is not None or not self.options.dynamic:
-            return found
-        for entry in self._distinct(resident):
-            if not why_not_at(entry.planned, tensors):
-                self._entries[resident, size] = entry
-                return entry
-        return None
-
     def _plan_again(
         self, model: nn.Module, forward: Callable[..., Any], call: Call, resident: bool
-    ) -> _Entry:
+    ) -> Entry:
         """Make a plan for a call that none covers.
 
         Raises:
             GuardError: it is for new sizes, and the user wants no plans for these.
         """
         tensors, _ = take_tensors(call)
-        known = self._distinct(resident) if self.options.dynamic else []
+        known = self._entries.distinct(resident) if self.options.dynamic else []
         reason = why_not_at(known[0].planned, tensors) if known else ""
         if reason and self.options.on_new_size == "refuse":
             raise GuardError(
@@ -434,7 +354,7 @@ class Remat:
         with out_of_memory_explained(lambda: self.circumstances("forward", why), self.stats):
             return forward(*args, **kwargs)
 
-    def _check_outstanding(self, entry: _Entry) -> None:
+    def _check_outstanding(self, entry: Entry) -> None:
         planned_for = entry.planned.plan.protocol.forwards_outstanding
         if self.outstanding >= planned_for:
             self.warn(

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from remat.passes import Patterns, StepProtocol, device, planned_for_cuda
 from remat.solvers import Limits
 
 from .budget import budget_bytes, device_memory
+from .guards import Call
+from .optimizers import Assumed
+from .request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,39 @@ class Options:
         if planned_for_cuda(model, self.cost_model):
             return budget_bytes(self.budget, device(self.cost_model).memory_bytes)
         return budget_bytes(self.budget, device_memory(device_of(model)))
+
+    def request(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        optimizer: Assumed,
+        resident: bool,
+    ) -> Request:
+        """What is asked for, for one call.
+
+        Args:
+            model: the model.
+            forward: its original forward, bound.
+            call: normalised arguments.
+            optimizer: whose state counts.
+            resident: gradients exist when the forward begins.
+        """
+        return Request(
+            module=model,
+            forward=forward,
+            args=call[0],
+            kwargs=call[1],
+            budget=self.budget_bytes(model),
+            loss_fn=self.loss_fn,
+            optimizer=optimizer,
+            protocol=replace(self.protocol, gradients_resident=resident),
+            cost_model=self.device_for_cost(model),
+            limits=self.limits,
+            patterns=self.patterns,
+            dynamic=self.dynamic,
+            cache_dir=self.cache_dir,
+        )
 
     def device_for_cost(self, model: nn.Module) -> str:
         """Name of the device whose roofline predicts times, or "timed"."""
