@@ -13,45 +13,37 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from remat.ir import GuardError, InfeasibleBudgetError, UnsupportedGraphError, VerifyError
-from remat.ir.capture import argument_names
+from remat.ir import GuardError
 from remat.ir.fake import Dynamic
-from remat.ir.structure import rebuilder, take_tensors
+from remat.ir.structure import take_tensors
 from remat.passes import Plan
 
+from .anew import in_family, plan_outside
 from .beside import MODELS, Others, follow
 from .budget import available_memory
-from .distributed import buckets_of, plan_together
 from .explain import explain
 from .failure import ALWAYS_RAISED, reason_of, short, unplanned
 from .frames import Frames
-from .guards import Call, described, make_guard, normalize
-from .kept import Entry, Family, Kept, changing, largest
-from .module_state import traced_hooks
-from .optimizers import Assumed, find_optimizer, traits, watch_optimizers
+from .guards import Call, described, normalize
+from .kept import Entry, Family, Kept
+from .making import SHARDED, make_entry
+from .optimizers import traits, watch_optimizers
 from .options import Options, device_of
-from .out_of_memory import Circumstances, is_out_of_memory, out_of_memory_explained
-from .outside import Outside, Remedy
-from .outstanding import left_bytes
+from .out_of_memory import Circumstances, out_of_memory_explained
 from .planned import Planned
-from .progress import progress
-from .request import Request
 from .runtime import run
-from .sizes import at_sizes, peak_at, prepared_for, why_not_at
+from .sizes import at_sizes, peak_at
 from .stats import Stats
-from .verify import Inputs, Verification, not_verified, state_before
-from .wrappers import is_sharded, refuse_sharded
+from .stepping import Stepping
+from .verified_step import run_verified
+from .verify import Verification
+from .wrappers import refuse_sharded
 
-SHARDED = Assumed(None, "none: the parameters are sharded")
-"""The optimizer of a sharded model, which holds shards that the plan does not know."""
-ANEW = 8
-"""Plans that are made because calls have changed in kind; further changes fall back."""
 _numbers = itertools.count()
 """Of drop-ins, in the order in which they are made: the same on all ranks of a training run."""
 
@@ -73,11 +65,14 @@ class Remat:
         self.stats = Stats()
         self.enabled = True
         self.number = next(_numbers)
-        self._kept = Kept()
-        self._anew = 0
-        self._steps_without = 0
-        self._unplannable: dict[str, str] = {}
-        self._current: Entry | None = None
+        self.kept = Kept()
+        """Plans that are kept."""
+        self.anew = 0
+        """Plans that were made because calls had changed in kind."""
+        self.unplannable: dict[str, str] = {}
+        """Kinds of calls that cannot be planned, by how they differ: why not."""
+        self.entry: Entry | None = None
+        """The plan in use."""
         self._refused: dict[tuple[Any, ...], str] = {}
         """Why there is no plan for calls with these arguments, though there is one for others."""
         self._unverified: Entry | None = None
@@ -88,40 +83,47 @@ class Remat:
         """The same, of forwards that ran as they are because a plan says so."""
         self._others = Others(self.number)
         self._warned: set[str] = set()
-        self._assumed: object = None
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped: Optimizer | None = None
+        self.stepping = Stepping()
         watch_optimizers(self)
 
     @property
     def plan(self) -> Plan | None:
         """The plan in use; None before the first training call if no example was given."""
-        return self._current.planned.plan if self._current else None
+        return self.entry.planned.plan if self.entry else None
 
     @property
     def planned(self) -> Planned | None:
         """The plan with the graphs and the trace that it was made of."""
-        return self._current.planned if self._current else None
+        return self.entry.planned if self.entry else None
 
     @property
     def forward_graph(self) -> fx.GraphModule | None:
         """The planned forward; None if the original forward runs."""
-        parts = self._current.planned.parts if self._current else None
+        parts = self.entry.planned.parts if self.entry else None
         return parts.forward if parts else None
 
     @property
     def backward_graph(self) -> fx.GraphModule | None:
         """The planned backward in one graph (it runs in stages); None if the original forward runs."""
-        parts = self._current.planned.parts if self._current else None
+        parts = self.entry.planned.parts if self.entry else None
         return parts.backward if parts else None
+
+    def guards(self) -> int:
+        """Conditions that are compared at every call of the plan in use."""
+        return self.entry.guard.conditions() if self.entry else 0
+
+    @property
+    def optimizer(self) -> Optimizer | str | None:
+        """The one that the next plan counts."""
+        return self.stepping.other or self.options.optimizer
 
     def explain(self) -> str:
         """What the plan does and what it rests on, as text."""
         if self.stats.failed:
             return f"No plan, the original model trains: {self.stats.failed}"
-        if self._current is None:
+        if self.entry is None:
             return "No plan yet: it is made on the first training call."
-        return explain(self._current.planned, self.stats)
+        return explain(self.entry.planned, self.stats)
 
     def peak_at(self, **sizes: int) -> int:
         """Peak of the plan in use at other sizes, bytes, with what kernels take there measured.
@@ -132,9 +134,9 @@ class Remat:
         Raises:
             GuardError: there is no plan, or it cannot run at these sizes.
         """
-        if self._current is None:
+        if self.entry is None:
             raise GuardError("there is no plan yet: it is made on the first training call")
-        return peak_at(self._current.planned, sizes)
+        return peak_at(self.entry.planned, sizes)
 
     def disable(self) -> None:
         """Run the original forward from now on."""
@@ -145,7 +147,7 @@ class Remat:
         self.enabled = True
         self.stats.failed = ""
         self._refused.clear()
-        self._unplannable.clear()
+        self.unplannable.clear()
 
     def make(
         self,
@@ -166,88 +168,22 @@ class Remat:
             family: plans that the call belongs to; None if it is of a new kind.
             dynamic: sizes that change; those of the family or else of the options, if None.
         """
-        refuse_sharded(model)
-        tensors, pattern = take_tensors(call)
         dynamic = dynamic or (family.dynamic if family else self.options.dynamic) or {}
-        beside = self._beside(model, again=True)
-        request = self._request(model, forward, call, resident, dynamic, beside)
-        if hooked := traced_hooks(model):
-            self.warn(
-                "hooks",
-                f"remat: {', '.join(hooked)} have hooks. They run while the plan is made; what they compute "
-                "becomes part of the plan, what else they do does not happen in planned steps.",
-            )
         known = [entry.planned for entry in family.distinct(resident=False)] if family else []
-        with self._original_runs(), progress() as report:
-            name, first = f"{self.number}/{self.stats.plans}", self.stats.plans == 0
-            try:
-                planned = plan_together(request, report, prepared_for(request, known), name, first)
-            except InfeasibleBudgetError as error:
-                if beside:
-                    error.add_note(f"{beside} bytes are counted for other models in this process.")
-                raise
-        if planned.prepared.capture.checkpointed:
-            self.warn(
-                "checkpoints",
-                "remat: the model checkpoints parts of itself (torch.utils.checkpoint). In planned steps "
-                "they run once, and the plan decides what is computed again; other calls checkpoint "
-                "as before.",
-            )
-        names = argument_names(forward, pattern, len(tensors)) if dynamic else [""] * len(tensors)
-        dims = tuple(frozenset(dynamic.get(name, ())) for name in names)
-        guard = make_guard(model, call, planned.prepared, dims)
-        rebuild = rebuilder(planned.prepared.capture.output_pattern)
-        entry = Entry(guard, planned, rebuild, beside, left_bytes(planned.trace))
-        if planned.domain.fixed and not self.stats.plans:
-            sizes = ", ".join(f"{name} = {size}" for name, size in planned.domain.fixed.items())
-            self.warn(
-                "fixed",
-                f"remat: the model needs {sizes} as numbers, so the plan holds for these only; other "
-                "sizes are planned anew.",
-            )
-        if self._stepped is not None:  # only now: a plan that failed is asked for again
-            self._stepped = None
-            self._kept, family = Kept(), None
-        family = family or Family(guard, dynamic)
-        self._kept.add(family, family.key(tensors, resident), entry)
-        self._current = entry
+        entry = make_entry(self, model, forward, call, resident, dynamic, known)
+        if self.stepping.other is not None:  # only now: a plan that failed is asked for again
+            self.stepping.other = None
+            self.kept, family = Kept(), None
+        family = family or Family(entry.guard, dynamic)
+        self.kept.add(family, family.key(take_tensors(call)[0], resident), entry)
+        self.entry = entry
         self.stats.plans += 1
         self._unverified = entry if self.options.verify else None
-        self._assumed = None if is_sharded(model) else traits(request.optimizer.instance)
+        optimizer = entry.planned.request.optimizer
+        self.stepping.assumed = None if optimizer is SHARDED else traits(optimizer.instance)
         return entry
 
-    def _request(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        call: Call,
-        resident: bool,
-        dynamic: Dynamic,
-        beside: int,
-    ) -> Request:
-        asked = self._stepped or self.options.optimizer
-        buckets, protocol = buckets_of(model), self.options.protocol
-        return Request(
-            module=model,
-            forward=forward,
-            args=call[0],
-            kwargs=call[1],
-            budget=self.options.budget_bytes(model),
-            loss_fn=self.options.loss_fn,
-            optimizer=SHARDED if is_sharded(model) else find_optimizer(model, asked),
-            protocol=replace(
-                protocol,
-                gradients_resident=resident or buckets.resident_gradients,
-                other_bytes=protocol.other_bytes + buckets.bytes + beside,
-            ),
-            cost_model=self.options.device_for_cost(model),
-            limits=self.options.limits,
-            patterns=self.options.patterns,
-            dynamic=dynamic or None,
-            cache_dir=self.options.cache_dir,
-        )
-
-    def _beside(self, model: nn.Module, *, again: bool = False) -> int:
+    def beside(self, model: nn.Module, *, again: bool = False) -> int:
         """Bytes to count for other models in the process."""
         if not self.options.sees_others:
             return 0
@@ -255,10 +191,10 @@ class Remat:
 
     def left_bytes(self) -> int:
         """What forwards have left whose backward has not run, bytes, at the sizes of the last plan."""
-        return self._current.left * (self.outstanding + self.followed) if self._current else 0
+        return self.entry.left * (self.outstanding + self.followed) if self.entry else 0
 
     @contextlib.contextmanager
-    def _original_runs(self) -> Iterator[None]:
+    def original_runs(self) -> Iterator[None]:
         """While the model is traced, its forward is the original one."""
         enabled, self.enabled = self.enabled, False
         try:
@@ -303,22 +239,22 @@ class Remat:
             self.stats.fallbacks[short(self.stats.failed)] += 1
             return forward(*args, **kwargs)
         tensors, pattern = take_tensors(call)
-        previous = self._current
-        family, outside = self._kept.serving(tensors, pattern)
+        previous = self.entry
+        family, outside = self.kept.serving(tensors, pattern)
         why = self._refused.get(described(tensors), "") if self._refused else ""
         try:
             if outside is not None:
-                entry = self._plan_for(outside, model, forward, call)
-                why = self._unplannable.get(outside.why, outside.why)
+                entry = plan_outside(self, outside, model, forward, call)
+                why = self.unplannable.get(outside.why, outside.why)
             else:
-                entry = None if why else self._in_family(family, model, forward, call)
+                entry = None if why else in_family(self, family, model, forward, call)
         except Exception as error:  # whatever a trace of the user's code may raise
             return self._without_plan(error, forward, args, kwargs)
         if entry is None:
             return self._fall_back(model, why, forward, args, kwargs)
         if entry is not previous or not self.stats.planned:
             self._check_device(model, entry)
-        self._current = entry
+        self.entry = entry
         self.stats.planned += 1
         self._check_outstanding(entry)
         return self._run(entry, model, forward, call, args, kwargs)
@@ -337,7 +273,8 @@ class Remat:
             with out_of_memory_explained(lambda: self.circumstances("forward"), self.stats):
                 return self._followed_through(forward(*args, **kwargs))
         if entry is self._unverified:
-            return self._run_verified(entry, model, forward, call)
+            self._unverified = None
+            return run_verified(self, entry, model, forward, call)
         primals = entry.guard.primals(take_tensors(call)[0])
         return entry.rebuild(run(entry.planned.program, primals, Frames(weakref.ref(self))))
 
@@ -356,7 +293,7 @@ class Remat:
             raise error
         output = forward(*args, **kwargs)
         why = reason_of(error)
-        if self._current is None:
+        if self.entry is None:
             self.give_up(why)
         else:
             call = normalize(self.signature, args, kwargs)
@@ -365,141 +302,32 @@ class Remat:
         self.warn("failed", unplanned(why))
         return output
 
-    def _run_verified(
-        self, entry: Entry, model: nn.Module, forward: Callable[..., Any], call: Call
-    ) -> Any:
-        """Run a planned forward, and the eager one beside it; backward is compared, too."""
-        planned, tensors = entry.planned, take_tensors(call)[0]
-        assert planned.program is not None
-        self._unverified = None
-        primals = entry.guard.primals(tensors)
-        parameters = len(planned.prepared.capture.parameters)
-        inputs = Inputs(model, forward, call, entry.guard.names, primals, parameters)
-        step = Verification(planned, inputs, state_before(inputs))
-        frames = Frames(weakref.ref(self), step)
-        output = entry.rebuild(run(planned.program, primals, frames))
-        try:
-            with self._original_runs():
-                step.forward(output)
-        except VerifyError as error:
-            self.give_up(str(error))
-            raise
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            step.skip()
-            self.stats.verified = "not verified: out of memory"
-            self.warn("not verified", not_verified(error))
-        return output
-
     def step_verified(self, step: Verification) -> None:
         """The backward of a step that is verified has ended; without a result, the next one is verified."""
         if step.done:
             self.stats.verified = step.summary()
-        elif not step.skipped and not self.stats.failed and self._current is not None:
-            self._unverified = self._current
+        elif not step.skipped and not self.stats.failed and self.entry is not None:
+            self._unverified = self.entry
 
     def give_up(self, why: str) -> None:
         """Run the original forward from now on."""
         self.stats.failed = why
-        self._kept = Kept()
+        self.kept = Kept()
         self._unverified = None
 
     def circumstances(self, phase: str, unplanned: str = "") -> Circumstances | None:
         """What is known of a step that runs out of memory; None if there is no plan."""
-        if self._current is None:
+        if self.entry is None:
             return None
-        other = type(self._stepped).__name__ if self._stepped is not None else ""
+        other = type(self.stepping.other).__name__ if self.stepping.other is not None else ""
         outstanding = max(0, self.outstanding - (phase == "backward"))
-        return Circumstances(phase, self._current.planned.plan, outstanding, other, unplanned)
+        return Circumstances(phase, self.entry.planned.plan, outstanding, other, unplanned)
 
-    def _resident(self, model: nn.Module, family: Family | None) -> bool:
+    def resident(self, model: nn.Module, family: Family | None) -> bool:
         """Gradients are there when the forward begins, or are to be planned for."""
         if self.options.protocol.gradients_resident:
             return True
         return family.guard.has_gradients() if family else _has_gradients(model)
-
-    def _in_family(
-        self, family: Family | None, model: nn.Module, forward: Callable[..., Any], call: Call
-    ) -> Entry:
-        """The plan for a call that a family covers, made if there is none; no family: the first plan.
-
-        Raises:
-            GuardError: it is for new sizes, and the user wants no plans for these.
-        """
-        tensors, _ = take_tensors(call)
-        resident = self._resident(model, family)
-        if family is None or self._stepped is not None:
-            return self.make(model, forward, call, resident, family)
-        found = family.at(tensors, resident)
-        if found is not None and found.beside >= self._beside(model):
-            return found
-        known = family.distinct(resident) if family.dynamic else []
-        reason = why_not_at(known[0].planned, tensors) if known and found is None else ""
-        if reason and self.options.on_new_size == "refuse":
-            raise _refused(reason)
-        entry = self.make(model, forward, call, resident, family)
-        if reason:
-            self._replanned(reason)
-        return entry
-
-    def _plan_for(
-        self, outside: Outside, model: nn.Module, forward: Callable[..., Any], call: Call
-    ) -> Entry | None:
-        """A plan for a call of a new kind; None if it runs the original forward.
-
-        Raises:
-            GuardError: it is of new sizes, and the user wants no plans for these.
-        """
-        sizes = outside.remedy is Remedy.SIZES
-        if sizes and self.options.on_new_size == "refuse":
-            raise _refused(outside.why)
-        known = self._anew >= ANEW or outside.why in self._unplannable
-        if outside.remedy is Remedy.NONE or known:
-            return None
-        self._anew += 1
-        try:
-            entry = self._at_changing_sizes(model, forward, call) if sizes else None
-            entry = entry or self.make(model, forward, call, self._resident(model, None))
-        except Exception as error:  # whatever it is: the call can run as it is
-            if self.options.on_failure == "raise" or isinstance(error, ALWAYS_RAISED):
-                raise
-            self._unplannable[outside.why] = (
-                f"{outside.why}; that cannot be planned: {type(error).__name__}: {error}"
-            )
-            return None
-        self._replanned(outside.why)
-        return entry
-
-    def _at_changing_sizes(
-        self, model: nn.Module, forward: Callable[..., Any], call: Call
-    ) -> Entry | None:
-        """A plan for a call whose sizes differ from those before, and for others; None if there is none."""
-        tensors, pattern = take_tensors(call)
-        like, resident = self._kept.families[-1], self._resident(model, None)
-        dynamic = {} if self.options.dynamic else changing(like, forward, tensors, pattern)
-        if not dynamic:
-            return None
-        at = at_sizes(forward, call, dynamic, largest(like, dynamic, forward, tensors, pattern))
-        try:
-            self.make(model, forward, at, resident, dynamic=dynamic)
-            entry = self._kept.families[-1].at(tensors, resident)
-        except (
-            UnsupportedGraphError,
-            InfeasibleBudgetError,
-        ):  # perhaps there is one for this call
-            entry = None
-        if entry is None and self._kept.families[-1] is not like:
-            self._kept.families.pop()
-        return entry
-
-    def _replanned(self, reason: str) -> None:
-        self.stats.replanned[reason] += 1
-        self.warn(
-            "replanned",
-            f"remat: made another plan: {reason}. Such plans are counted, with their reasons, in "
-            "model.remat.stats.replanned.",
-        )
 
     def _fall_back(
         self,
@@ -557,42 +385,8 @@ class Remat:
             warnings.warn(message, stacklevel=stacklevel)
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Plan again if this one, not the assumed one, holds the parameters; check that there is a plan."""
-        if optimizer in self._seen:
-            return
-        if self.enabled and not self.stats.planned and not self.stats.fallbacks:
-            self._steps_without += 1
-            if self._steps_without >= 3:  # fewer may be somebody's warm-up
-                self._check_called(optimizer)
-        if self._current is None or self._assumed is None or self.options.optimizer != "auto":
-            return
-        self._seen.add(optimizer)
-        mine = {id(p) for p in self._current.guard.trained()}
-        if traits(optimizer) != self._assumed and any(
-            id(p) in mine for group in optimizer.param_groups for p in group["params"]
-        ):
-            self._stepped = optimizer
-
-    def _check_called(self, optimizer: Optimizer) -> None:
-        """Warn if the model is trained without a call of the drop-in."""
-        model = self.owner()
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if model is not None and any(id(p) in held for p in model.parameters()):
-            self.warn(
-                "never called",
-                f"remat: a {type(optimizer).__name__} has updated parameters of the "
-                f"{type(model).__name__} that is to be planned, but no training call has come to its "
-                "forward, so there is no memory cap. Train through the object that optimize_checkpoints "
-                "returned: call it, not its parts, nor the model that it was made of.",
-                stacklevel=6,
-            )
-
-
-def _refused(reason: str) -> GuardError:
-    return GuardError(
-        f"no plan covers this call: {reason}. Plan for larger sizes, or let more plans be made: "
-        'on_new_size="replan".'
-    )
+        """Plan again if another optimizer than the assumed one steps; miss training calls."""
+        self.stepping.stepped(self, optimizer)
 
 
 def _has_gradients(model: nn.Module) -> bool:

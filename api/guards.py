@@ -181,6 +181,12 @@ class Guard:
             self.addresses[:] = addresses
         return None
 
+    def conditions(self) -> int:
+        """How many things are compared at every call."""
+        state = self.state
+        hooks = len(state.quiet) + len(state.hooked)
+        return len(self.arguments) + len(self.places) + len(state.places) + len(state.tied) + hooks
+
     def primals(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Inputs of the graph, in order."""
         return [holder[key] for holder, key in self.places] + tensors

@@ -111,11 +111,11 @@ class Launched:
         make, call = remat.make, remat.call
         module_ref = weakref.ref(module)
 
-        def observed(*args: Any) -> Any:
+        def observed(*args: Any, **kwargs: Any) -> Any:
             if found.peak is not None:
                 found.peak.stop()
             try:
-                entry = make(*args)
+                entry = make(*args, **kwargs)
             except Exception as error:
                 if found.by_script or self._raises():
                     raise
@@ -136,7 +136,7 @@ class Launched:
                     remat.disable()
             return forward(*args, **kwargs)
 
-        remat.make = observed  # type: ignore[assignment, method-assign]
+        remat.make = observed  # type: ignore[method-assign]
         remat.call = guarded  # type: ignore[method-assign]
 
     def _planned(self, found: Found, module: nn.Module, remat: Remat) -> None:

@@ -15,6 +15,9 @@ from remat.passes import Patterns, StepProtocol, device, planned_for_cuda
 from remat.solvers import Limits
 
 from .budget import budget_bytes, device_memory
+from .guards import Call
+from .optimizers import Assumed
+from .request import Request
 from .wrappers import refuse_wrapped
 
 
@@ -43,6 +46,41 @@ class Options:
         if planned_for_cuda(model, self.cost_model):
             return budget_bytes(self.budget, device(self.cost_model).memory_bytes)
         return budget_bytes(self.budget, device_memory(device_of(model)))
+
+    def request(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        optimizer: Assumed,
+        protocol: StepProtocol,
+        dynamic: Dynamic,
+    ) -> Request:
+        """What is asked for, for one call.
+
+        Args:
+            model: the model.
+            forward: its original forward, bound.
+            call: normalised arguments.
+            optimizer: whose state counts.
+            protocol: what is resident when.
+            dynamic: sizes that change.
+        """
+        return Request(
+            module=model,
+            forward=forward,
+            args=call[0],
+            kwargs=call[1],
+            budget=self.budget_bytes(model),
+            loss_fn=self.loss_fn,
+            optimizer=optimizer,
+            protocol=protocol,
+            cost_model=self.device_for_cost(model),
+            limits=self.limits,
+            patterns=self.patterns,
+            dynamic=dynamic or None,
+            cache_dir=self.cache_dir,
+        )
 
     def device_for_cost(self, model: nn.Module) -> str:
         """Name of the device whose roofline predicts times, or "timed"."""

@@ -52,7 +52,7 @@ from .origin import record_origins
 from .refusals import refuse_hidden_tensors, refuse_returned_inputs, refuse_shared_updates
 from .structure import Hole, loss_of, put_tensors, take_tensors
 from .trace import Role
-from .untouched import put_back, python_state
+from .untouched import arguments_kept, put_back, python_state
 
 _OURS = str(Path(__file__).parent)
 _COPIES = "Return copies instead."
@@ -195,7 +195,7 @@ class _Functional(nn.Module):
             for name, (kind, i) in self.names.items()
         }
         args, kwargs = put_tensors(self.pattern, arguments)
-        with reparametrize(module, swapped):
+        with reparametrize(module, swapped), arguments_kept((args, kwargs)):
             output = forward(*args, **kwargs)
             _take_replaced(module, swapped)
         tensors, pattern = take_tensors(output)

@@ -31,10 +31,11 @@ class Contents:
 
 def contents(value: object) -> Contents:
     """The contents of `value` now, if it is a container, and of all containers in it."""
-    return Contents(tuple((each, _elements(each)) for each in containers(value)))
+    return Contents(tuple((each, elements(each)) for each in containers(value)))
 
 
-def _elements(container: Any) -> Any:
+def elements(container: Any) -> Any:
+    """The elements of a list, dict or set, in a plain one."""
     kind = next(kind for kind in (list, dict, set) if isinstance(container, kind))
     return kind(container)
 

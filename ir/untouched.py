@@ -5,18 +5,26 @@ and not when the planned graph runs: an attribute that it sets would hold a fake
 change again, a number that it draws from Python's or NumPy's generator would be drawn once for all.
 
 Seen are attributes of the module and its submodules, set anew or, for containers, changed in their elements,
-also in those of containers inside; and the two generators. Not seen: changes inside other objects.
+also in those of containers inside; the two generators; and containers and attributes of objects in the
+arguments. Not seen: changes inside other objects.
 """
 
+import contextlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
-from .containers import Contents, contents, same
+from .containers import Contents, contents, elements, same
+from .errors import UnsupportedGraphError
+
+_PLAIN = (str, bytes, int, float, complex, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +82,43 @@ def put_back(state: PythonState) -> list[str]:
 def _generators() -> tuple[Any, Any]:
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+@contextlib.contextmanager
+def arguments_kept(arguments: object) -> Iterator[None]:
+    """Put back what is done inside to Python objects in the arguments of a forward.
+
+    Raises:
+        UnsupportedGraphError: something was done; a planned step works on copies of them, or not at all.
+    """
+    held: list[tuple[str, Contents]] = []
+    _hold(arguments, held, set())
+    changed = ""
+    try:
+        yield
+    finally:
+        for owner, before in held:
+            if before.changed():
+                changed = changed or owner
+                before.put_back()
+    if changed:
+        raise UnsupportedGraphError(
+            f"the forward changes an argument, a {changed} (a cache that it fills, perhaps), which a planned "
+            "step would not do. Return what the training loop reads, or train without that argument."
+        )
+
+
+def _hold(value: Any, held: list[tuple[str, Contents]], seen: set[int]) -> None:
+    """Copy the contents of all containers and objects that a value refers to; not of modules."""
+    fixed = (*_PLAIN, torch.Tensor, nn.Module, type, Enum, ModuleType)
+    if id(value) in seen or isinstance(value, fixed) or callable(value):
+        return
+    seen.add(id(value))
+    inside: list[object] = list(value) if isinstance(value, tuple | list | set) else []
+    for each in (value, getattr(value, "__dict__", None)):
+        if isinstance(each, list | dict | set):
+            held.append((type(value).__name__, Contents(((each, elements(each)),))))
+        if isinstance(each, dict):
+            inside += each.values()
+    for item in inside:
+        _hold(item, held, seen)

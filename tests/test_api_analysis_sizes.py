@@ -17,7 +17,7 @@ class Frozen(dict[str, Any]):
     def _refuse(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("frozen")
 
-    update = clear = __setitem__ = _refuse  # type: ignore[assignment]
+    update = clear = __setitem__ = _refuse
 
 
 class Blocks(nn.Module):

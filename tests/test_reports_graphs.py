@@ -353,3 +353,22 @@ def test_a_call_by_position_and_one_by_keyword() -> None:
     model = optimized(make(Layer), both)
     assert same(record(model, Step((), {"mask": X > 0, "hidden_states": X})), expected)
     assert model.remat.stats.planned == 2
+
+
+class Spectral(nn.Module):
+    """Mixes along the rows in the frequency domain, with a complex weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Any:
+        spectrum = torch.fft.rfft(self.lin(x).tanh())
+        spectrum = spectrum * self.weight * torch.exp(1j * self.weight.conj())
+        return torch.fft.irfft(spectrum, n=8).sin()
+
+
+def test_complex_tensors() -> None:
+    plans = trained_alike(Spectral, STEP, verify=True)
+    assert any(plan.recomputed for plan in plans)
