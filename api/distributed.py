@@ -18,7 +18,7 @@ import gc
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -119,11 +119,11 @@ def _store() -> Any:
 
 
 def _fingerprint(request: Request, prepared: Prepared) -> str:
-    """Of what ranks must have in common: the graph but for its sizes, the budget, the demands."""
+    """Of what ranks must have in common: the graph, the budget, the demands; not sizes or other bytes."""
     parts = (
         [(op.name, op.target, op.operands) for op in prepared.graph.ops],
         request.budget,
-        asdict(request.protocol),
+        asdict(replace(request.protocol, other_bytes=0)),
         request.patterns,
         request.optimizer.how,
         torch.__version__,
