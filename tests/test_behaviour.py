@@ -283,7 +283,7 @@ def test_an_exception_in_forward_leaves_the_next_step_fine() -> None:
     torch.set_rng_state(before)
     assert torch.equal(loss, plain.model(**case.kwargs).loss)
     loss.backward()
-    assert model.remat._outstanding == 0
+    assert model.remat.outstanding == 0
 
 
 @pytest.mark.parametrize("after", [0.02, 0.2, 0.6])
