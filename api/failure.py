@@ -3,7 +3,12 @@
 from remat.ir import GuardError, InfeasibleBudgetError, PatternError, RematError
 from remat.ir.capture import explained
 
-ALWAYS_RAISED = (InfeasibleBudgetError, PatternError, GuardError)
+
+class GivenUpError(Exception):
+    """Whoever watches a drop-in has dealt with a plan that failed, and runs the original forward."""
+
+
+ALWAYS_RAISED = (InfeasibleBudgetError, PatternError, GuardError, GivenUpError)
 """What is not for lack of a plan: the user's budget or patterns ask for the impossible, or forbid one."""
 
 

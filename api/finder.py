@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from .optimizers import watch_optimizers
@@ -93,8 +94,8 @@ class Finder:
         self._open = {}
         for optimizer in unsettled:
             held = [p for group in optimizer.param_groups for p in group["params"]]
-            count = max(1, sum(p.numel() for p in held))
-            self._open |= {id(p): p.numel() / count for p in held if id(p) not in settled}
+            count = max(1, sum(map(_size, held)))
+            self._open |= {id(p): _size(p) / count for p in held if id(p) not in settled}
         if self._open:
             self._watch_calls()
         elif self.optimizers:
@@ -138,6 +139,10 @@ class Finder:
             self._found.add(module)
             self._look_again()
             self.plan(module, (args, kwargs), self._early.get(module, 0))
+
+
+def _size(parameter: torch.Tensor) -> int:
+    return 1 if is_lazy(parameter) else parameter.numel()  # a lazy one has no size yet
 
 
 def passes_on(module: nn.Module) -> bool:

@@ -2,32 +2,30 @@
 
 A module is planned on its first training call with what the trainer passes. Whatever fails leaves it as
 it was, with one message, unless the user wants the error. Every plan counts what else of the script's
-is on the device then; on a GPU the allocator knows, on CPU only the parameters of other optimizers, with
-their gradients and state, and forwards that other plans have outstanding are known.
+is on the device then (see `script_memory`).
 """
 
 import inspect
 import json
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
-from remat.ir import Role, UnsupportedGraphError
-from remat.ir.structure import take_tensors
-from remat.passes import Plan, StepProtocol, optimizer_trace
+from remat.ir import UnsupportedGraphError
+from remat.passes import Plan, StepProtocol
 
 from .assumed_loss import assumed_loss
 from .beside import MODELS
 from .dropin import Remat
+from .failure import ALWAYS_RAISED, GivenUpError
 from .finder import Arguments, Finder
 from .identity import restore
 from .optimize import optimize_checkpoints
+from .script_memory import beside, outstanding_bytes
 from .settings import Settings
 from .stats import Stats
 from .step_peak import StepPeak
@@ -56,10 +54,6 @@ class Found:
     peak: StepPeak | None = None
 
 
-class _PlanFailedError(Exception):
-    """Planning has failed; the message is out."""
-
-
 class Launched:
     """The modules of one run."""
 
@@ -85,9 +79,11 @@ class Launched:
         if found.by_script:
             self._observe(module, found)
             return
-        found.other_bytes = beside(module, arguments, self.finder.optimizers) + self._outstanding()
+        others = [f.remat() for f in self.found if f.remat is not None]
         try:
             _refuse(module)
+            found.other_bytes = beside(module, arguments, self.finder.optimizers)
+            found.other_bytes += outstanding_bytes(others)
             optimize_checkpoints(
                 module,
                 self.settings.values["budget_gb"],
@@ -117,17 +113,19 @@ class Launched:
             try:
                 entry = make(*args, **kwargs)
             except Exception as error:
-                if found.by_script or self._raises():
+                # A call of another kind that cannot be planned falls back by itself.
+                by_itself = found.plan is not None and not isinstance(error, ALWAYS_RAISED)
+                if by_itself or found.by_script or self._raises():
                     raise
                 self._failed(found, error)
-                raise _PlanFailedError from error
+                raise GivenUpError from error
             self._planned(found, args[0], remat)
             return entry
 
         def guarded(model: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
             try:
                 return call(model, forward, args, kwargs)
-            except _PlanFailedError:
+            except GivenUpError:
                 module = module_ref()
                 assert module is not None
                 if found.plan is None:
@@ -168,15 +166,6 @@ class Launched:
     def _raises(self) -> bool:
         return bool(self.settings.get("on_failure", "warn") == "raise")
 
-    def _outstanding(self) -> int:
-        """Bytes that forwards of other planned modules hold now, on CPU; a GPU's allocator counts them."""
-        remats = [found.remat() for found in self.found if found.remat is not None]
-        return sum(
-            remat.left_bytes()
-            for remat in remats
-            if remat is not None and remat.plan is not None and remat.plan.device == "cpu"
-        )
-
     def finish(self) -> None:
         """Bring what is known of the plans up to date, at the end of the run."""
         for found in self.found:
@@ -207,58 +196,3 @@ def _refuse(module: nn.Module) -> None:
             "it is sharded. Plan its blocks before they are sharded: optimize_checkpoints(block, ...), then "
             "fully_shard(block)"
         )
-
-
-def beside(module: nn.Module, arguments: Arguments, optimizers: Iterable[Optimizer]) -> int:
-    """Bytes on the device during a step that are not the module's own.
-
-    Args:
-        module: about to be called in training.
-        arguments: of the call.
-        optimizers: all of the script's.
-    """
-    own = [*module.parameters(), *module.buffers()]
-    mine = {id(p) for p in own}
-    others: dict[int, torch.Tensor] = {}
-    coming = 0
-    for optimizer in optimizers:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        outside = [p for p in held if id(p) not in mine]
-        others |= {id(p): p for p in outside}
-        coming += sum(p.nbytes for p in outside if p.requires_grad and p.grad is None)
-        if outside and not any(p in optimizer.state for p in outside):
-            trace = optimizer_trace(outside, optimizer)
-            state = [b for b in trace.blocks if b.role is Role.OPTIMIZER_STATE]
-            coming += sum(int(block.size) for block in state)
-    device = own[0].device
-    if device.type == "cuda":
-        known = [*own, *_gradients(own), *take_tensors(arguments)[0]]
-        known += [t for o in optimizers for t in _state(o, mine)]
-        return coming + max(0, torch.cuda.memory_allocated(device) - unique_bytes(known, device))
-    present = [*others.values(), *_gradients(others.values())]
-    present += [t for o in optimizers for t in _state(o, set(others))]
-    return coming + unique_bytes(present, device)
-
-
-def _gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-
-
-def _state(optimizer: Optimizer, parameters: set[int]) -> list[torch.Tensor]:
-    """Tensors of an optimizer's state for some parameters."""
-    return [
-        tensor
-        for parameter, state in optimizer.state.items()
-        if id(parameter) in parameters
-        for tensor in state.values()
-        if isinstance(tensor, torch.Tensor)
-    ]
-
-
-def unique_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
-    """Bytes of the storages of tensors on a device, each counted once."""
-    storages = {
-        storage.data_ptr(): storage.nbytes()
-        for storage in (t.untyped_storage() for t in tensors if t.device == device)
-    }
-    return sum(storages.values())
