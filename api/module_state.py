@@ -18,8 +18,14 @@ from .outside import Outside, Remedy
 _PLAIN = (bool, int, float, str, type(None))
 _UNREAD = ("gradient_checkpointing",)
 """Flags that a plan does not depend on: it decides itself what is computed again."""
-_PURE = ("torch.nn.utils", "transformers.utils.output_capturing")
-"""Modules whose hooks do nothing but compute: `spectral_norm` and the like, collection of outputs."""
+_PURE = (
+    "torch.nn.utils",
+    "transformers.utils.output_capturing",
+    "transformers.modeling_utils",
+    "peft",
+)
+"""Modules whose hooks do nothing but compute: `spectral_norm` and the like, collection of outputs,
+`enable_input_require_grads`."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -56,8 +62,18 @@ class ModuleState:
         if any([holder.get(key) is not first.get(k) for holder, key, first, k in self.tied]):
             return Outside("parameters that were tied no longer are")
         if any(self.quiet) or any([tuple(held) != ids for held, ids in self.hooked]):
-            return Outside("hooks of a submodule have been added or removed")
+            return self._other_hooks()
         return None
+
+    def _other_hooks(self) -> Outside:
+        """Hooks that only compute can be planned; what others do would not happen in a planned step."""
+        tables = [held for held in self.quiet if held]
+        tables += [held for held, ids in self.hooked if tuple(held) != ids]
+        pure = all(_is_pure(hook) for held in tables for hook in held.values())
+        return Outside(
+            "hooks of a submodule have been added or removed",
+            Remedy.PLAN if pure else Remedy.NONE,
+        )
 
 
 def module_state(model: nn.Module) -> ModuleState:
@@ -82,6 +98,10 @@ def module_state(model: nn.Module) -> ModuleState:
         quiet=tuple(held for held in hooks if not held),
         hooked=tuple((held, tuple(held)) for held in hooks if held),
     )
+
+
+def _is_pure(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_PURE)
 
 
 def _is_plain(value: object) -> bool:
@@ -111,9 +131,5 @@ def traced_hooks(model: nn.Module) -> list[str]:
         name
         for name, child in model.named_modules()
         if name
-        and any(
-            not str(getattr(hook, "__module__", "")).startswith(_PURE)
-            for kind in _HOOKS
-            for hook in vars(child)[kind].values()
-        )
+        and any(not _is_pure(hook) for kind in _HOOKS for hook in vars(child)[kind].values())
     ]
