@@ -4,6 +4,7 @@ Exit status: 0 done, 1 error, 2 usage, 3 no plan fits the budget. A script that 
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from .launch import add_run
@@ -16,6 +17,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_run(commands)
-    arguments = parser.parse_args(argv)
+    commands.add_parser("doctor", help="say whether a model can be planned, and where it fails")
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["doctor"]:  # has a parser of its own, and needs torch
+        from .doctor import main as doctor
+
+        return doctor(given[1:])
+    arguments = parser.parse_args(given)
     status: int = arguments.command(arguments)
     return status

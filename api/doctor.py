@@ -2,12 +2,13 @@
 
 `module:factory` names a function without arguments that returns a model, or ``(model, args)``,
 ``(model, args, kwargs)`` or ``(model, args, kwargs, loss_fn)`` for one training call. A script is run until
-its model trains; finding the model there is the launcher's, given as `find`.
+its model trains; finding the model there is `first_call`'s, given as `find`.
 
 Nothing is trained, and the model is as before. Without example arguments only what can be seen without a
 call is looked at.
 
     python -m remat doctor package.module:factory
+    python -m remat doctor train.py argument ...
 """
 
 import argparse
@@ -265,8 +266,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
+    from .first_call import first_call  # which runs scripts, and knows our `Example`
+
     try:
-        found = doctor(options.target, options.arguments)
+        found = doctor(options.target, options.arguments, first_call)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
