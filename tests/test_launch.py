@@ -132,7 +132,10 @@ def test_lightning_under_ddp_plans_the_net_inside() -> None:
         *torchrun(29632), "-m", "remat", "run", "--budget", "2600kB", *OPTIONS, *script
     )
     assert plain.code == launched.code == 0, launched.err
-    assert sorted(launched.out.splitlines()) == sorted(plain.out.splitlines())
+    printed = r"step \d+ loss \d+\.\d+|validation \d\.\d+"  # two processes write between each other's lines
+    losses = sorted(re.findall(printed, plain.out))
+    assert len(losses) == 2 * 6
+    assert sorted(re.findall(printed, launched.out)) == losses
     assert "Sequential: trained under a plan" in launched.ours
     assert launched.calls == (4, 1)
 
