@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 # torch writes a line to the terminal whenever its profiler starts or stops.
-export KINETO_LOG_LEVEL := 5
+export KINETO_LOG_LEVEL := 6
 export TORCH_CPP_LOG_LEVEL := ERROR
 
 .DEFAULT_GOAL := help
