@@ -198,8 +198,7 @@ class Verification:
         try:
             return self._run()
         except RuntimeError as error:
-            cuda = self.planned.prepared.device.type == "cuda"
-            if not cuda or not is_out_of_memory(error):
+            if not is_out_of_memory(error) or not _has_a_host(self.planned.prepared.device):
                 raise
         self.copies = []
         torch.cuda.empty_cache()
@@ -304,6 +303,11 @@ def _text(tensor: torch.Tensor | None) -> str:
     if tensor is None:
         return "none"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _has_a_host(device: torch.device) -> bool:
+    """There is other memory than the device's to keep tensors in."""
+    return device.type != "cpu"
 
 
 def _paths(pattern: object, count: int) -> list[str]:

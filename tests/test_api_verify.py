@@ -222,6 +222,27 @@ def test_a_forward_without_backward_leaves_the_next_step_to_be_verified(budget: 
     assert "bit for bit" in model.remat.stats.verified
 
 
+def test_an_eager_run_that_fits_with_its_activations_on_the_host_is_compared(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, calls = Net.forward, []
+
+    def once_full(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            nn.functional.dropout(args[1], 0.5)  # what it has drawn is drawn again
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(*args)
+
+    model = verified(budget)
+    monkeypatch.setattr("remat.verify._has_a_host", lambda device: True)
+    monkeypatch.setattr(Net, "forward", once_full)
+    seen = record(model, NET)
+    monkeypatch.undo()
+    assert same(seen, record(make(Net), NET))
+    assert "bit for bit; eager's activations were kept on the host" in model.remat.stats.verified
+
+
 def test_an_eager_run_that_does_not_fit_is_said(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
