@@ -240,13 +240,15 @@ class Remat:
     def _kind(self, tensors: list[torch.Tensor]) -> _Entry | None:
         """The entry for calls of this kind, None if there is none; the last one if the tensors are others."""
         current, needs = self._current, _needs(tensors)
-        if current is None or current.needs == needs or len(current.needs) != len(needs):
+        if current is None or current.needs == needs or not self.options.lazy:
+            return current
+        if len(current.needs) != len(needs):
             return current
         return next((e for e in self._entries.values() if e.needs == needs), None)
 
     def _beside(self, model: nn.Module, *, again: bool = False) -> int:
         """Bytes to count for other models in the process."""
-        if not self.options.sees_others:
+        if not self.options.lazy:
             return 0
         return self._others.bytes(model, device_of(model), again=again)
 

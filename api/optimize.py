@@ -102,7 +102,7 @@ def optimize_checkpoints(
         patterns_of(save, recompute),
         dynamic,
         on_new_size,
-        sees_others=not (example_args or example_kwargs),
+        lazy=not (example_args or example_kwargs),
     )
     check(options, model)
     check_example(example_args)

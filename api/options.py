@@ -30,9 +30,10 @@ class Options:
     patterns: Patterns
     dynamic: Dynamic | None = None
     on_new_size: str = "replan"
-    sees_others: bool = True
-    """Other models in the process are counted. Not if the plan is for an example: it may be made while models
-    are alive that will not be there in training, and is what the protocol says."""
+    lazy: bool = True
+    """The plan is made in training, for what is met there: other models in the process, calls whose
+    arguments need other gradients. One for an example is as the user says: models that are alive when it is
+    made may be gone in training."""
 
     def budget_bytes(self, model: nn.Module) -> int:
         """The budget in bytes; parts of a device refer to the one that the plan is for."""
