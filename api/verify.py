@@ -16,8 +16,7 @@ Not compared: Python state; gradients of parameters that a partial backward (`in
 of submodules run in the eager run.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +29,8 @@ from remat.ir import OutputKind, VerifyError
 from remat.ir._torch import reparametrize
 from remat.ir.structure import Hole, put_tensors, take_tensors
 
+from .compare import differs
+from .generators import generators, generators_at, set_generators
 from .guards import Call
 from .out_of_memory import is_out_of_memory
 from .planned import Planned
@@ -72,7 +73,7 @@ def state_before(inputs: Inputs) -> Before:
     return Before(
         tuple(t.detach().clone() for t in inputs.primals[first:count]),
         tuple(t.detach().clone() for t in inputs.primals[count:]),
-        _generators(inputs.primals),
+        generators(inputs.primals),
     )
 
 
@@ -108,11 +109,11 @@ class Verification:
             VerifyError: they differ; the state is as before the planned forward.
         """
         made, pattern = take_tensors(output)
-        after = _generators(self.inputs.primals)
+        after = generators(self.inputs.primals)
         try:
-            with _generators_at(self.before.generators, self.inputs.primals):
+            with generators_at(self.before.generators, self.inputs.primals):
                 buffers, outputs = self._eager()
-                theirs = _generators(self.inputs.primals)
+                theirs = generators(self.inputs.primals)
             names = _paths(pattern, len(made))
             for i, (mine, eager) in enumerate(zip(made, outputs, strict=True)):
                 self._compare(names[i], mine, eager, OutputKind.RESULT, str(i))
@@ -143,7 +144,7 @@ class Verification:
             for i in leaves
             if (t := self.inputs.primals[i]).is_leaf
         ]
-        with _generators_at(_generators(self.inputs.primals), self.inputs.primals):
+        with generators_at(generators(self.inputs.primals), self.inputs.primals):
             found = torch.autograd.grad(
                 [output for output, _ in pairs],
                 [self.copies[i] for i in leaves],
@@ -203,7 +204,7 @@ class Verification:
         self.copies = []
         torch.cuda.empty_cache()
         self.where = "; eager's activations were kept on the host, for lack of memory"
-        with _generators_at(self.before.generators, self.inputs.primals), save_on_cpu():
+        with generators_at(self.before.generators, self.inputs.primals), save_on_cpu():
             return self._run()
 
     def _run(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -245,7 +246,7 @@ class Verification:
             for now, was in zip(self.inputs.primals[count:], self.before.arguments, strict=True):
                 if not now.is_inference() and not torch.equal(now, was):
                     now.copy_(was)
-        _set_generators(self.before.generators, self.inputs.primals)
+        set_generators(self.before.generators, self.inputs.primals)
 
     def _compare(
         self,
@@ -277,34 +278,6 @@ class Verification:
         return f", computed by {op.target}" + (f" ({where})" if where else "")
 
 
-def differs(mine: torch.Tensor | None, eager: torch.Tensor | None) -> str:
-    """How a tensor differs from eager's, for people; empty if it does not. NaN equals NaN."""
-    if mine is None or eager is None:
-        return "" if mine is eager else f"{_text(mine)}, and eager has {_text(eager)}"
-    if (mine.shape, mine.dtype, mine.requires_grad and mine.grad_fn is None) != (
-        eager.shape,
-        eager.dtype,
-        eager.requires_grad and eager.grad_fn is None,
-    ):
-        return f"{_text(mine)}, and eager has {_text(eager)}"
-    mine, eager = mine.detach(), eager.detach()
-    if torch.equal(mine, eager):
-        return ""
-    unequal = (mine != eager) & ~(mine.isnan() & eager.isnan())
-    count = int(unequal.sum())
-    if not count:
-        return ""
-    wide = torch.complex128 if mine.is_complex() else torch.float64
-    most = (mine.to(wide) - eager.to(wide))[unequal].abs().max().item()
-    return f"{count} of {mine.numel()} elements of {_text(mine)} differ, by up to {most:.3g}"
-
-
-def _text(tensor: torch.Tensor | None) -> str:
-    if tensor is None:
-        return "none"
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
 def _has_a_host(device: torch.device) -> bool:
     """There is other memory than the device's to keep tensors in."""
     return device.type != "cpu"
@@ -317,35 +290,6 @@ def _paths(pattern: object, count: int) -> list[str]:
         if isinstance(leaf, Hole) and path:
             names[leaf.index] = f"output{pytree.keystr(path)}"
     return names
-
-
-def _devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
-    return list(dict.fromkeys(t.device for t in tensors if t.is_cuda))
-
-
-def _generators(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """States of the generators that a step may draw from: the CPU's and those of its GPUs."""
-    found = [torch.cuda.get_rng_state(device) for device in _devices(tensors)]
-    return (torch.get_rng_state(), *found)
-
-
-def _set_generators(states: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for device, state in zip(_devices(tensors), states[1:], strict=True):
-        torch.cuda.set_rng_state(state, device)
-
-
-@contextlib.contextmanager
-def _generators_at(
-    states: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
-) -> Iterator[None]:
-    """Generators in these states, and as they were afterwards."""
-    now = _generators(tensors)
-    _set_generators(states, tensors)
-    try:
-        yield
-    finally:
-        _set_generators(now, tensors)
 
 
 def not_verified(error: RuntimeError) -> str:

@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 from twins import LOOSE, Step, least, make, optimized, record, same
 
 from remat import StepProtocol, VerifyError, optimize_checkpoints
+from remat.compare import differs
 from remat.passes.randomness import repeat_random
-from remat.verify import differs
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 STEP = Step((X,))
