@@ -24,7 +24,7 @@ demo: $(INSTALLED) ## train GPT-2 on real text, eager and under three caps; prin
 	$(BIN)/python examples/train_gpt.py
 
 test: $(INSTALLED) ## run all tests but those marked slow
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-all: $(INSTALLED) ## run all tests
 	$(BIN)/python -m pytest
