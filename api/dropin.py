@@ -148,7 +148,7 @@ class Remat:
                 "becomes part of the plan, what else they do does not happen in planned steps.",
             )
         known = [entry.planned for entry in family.distinct(resident=False)] if family else []
-        with self._original_runs(), progress() as report:
+        with self._original_runs(model), progress() as report:
             planned = make_plan(request, report, prepared_for(request, known))
         if planned.prepared.capture.checkpointed:
             self._warn(
@@ -203,13 +203,20 @@ class Remat:
         )
 
     @contextlib.contextmanager
-    def _original_runs(self) -> Iterator[None]:
-        """While the model is traced, its forward is the original one."""
+    def _original_runs(self, model: nn.Module) -> Iterator[None]:
+        """While the model is traced, its forward is the original one.
+
+        What others have put around it is out of the way, too: accelerate wraps it in one `torch.autocast`,
+        which stays on for ever if it is entered while it is entered.
+        """
         enabled, self.enabled = self.enabled, False
+        wrapped = vars(model).pop("forward", None)
         try:
             yield
         finally:
             self.enabled = enabled
+            if wrapped is not None:
+                vars(model)["forward"] = wrapped
 
     def prepare(
         self,

@@ -21,7 +21,8 @@ import torch
 from remat.ir.capture import argument_names
 from remat.ir.fake import Dynamic, sizes_of
 
-from .guards import Guard, Outside, described
+from .guards import Guard, described
+from .outside import Outside, Remedy
 from .planner import Planned
 from .sizes import why_not_at
 
@@ -51,7 +52,7 @@ class Family:
 
     def key(self, tensors: Sequence[torch.Tensor], resident: bool) -> Key:
         """What the choice of a plan depends on."""
-        return resident, described(tensors) if self.dynamic else ()
+        return resident, described(list(tensors)) if self.dynamic else ()
 
     def distinct(self, resident: bool) -> list[Entry]:
         """Entries that serve a call, each once, in the order in which they were made.
@@ -87,7 +88,7 @@ class Family:
         try:
             next(iter(self.entries.values())).planned.request.sizes_in(tensors)
         except ValueError as error:
-            return Outside(str(error), sizes=True)
+            return Outside(str(error), Remedy.SIZES)
         return None
 
 
