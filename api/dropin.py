@@ -194,13 +194,20 @@ class Remat:
         return self.entry.left * (self.outstanding + self.followed) if self.entry else 0
 
     @contextlib.contextmanager
-    def original_runs(self) -> Iterator[None]:
-        """While the model is traced, its forward is the original one."""
+    def original_runs(self, model: nn.Module) -> Iterator[None]:
+        """While the model is traced, its forward is the original one.
+
+        What others have put around it is out of the way, too: accelerate wraps it in one `torch.autocast`,
+        which stays on for ever if it is entered while it is entered.
+        """
         enabled, self.enabled = self.enabled, False
+        wrapped = vars(model).pop("forward", None)
         try:
             yield
         finally:
             self.enabled = enabled
+            if wrapped is not None:
+                vars(model)["forward"] = wrapped
 
     def prepare(
         self,

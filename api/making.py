@@ -79,7 +79,7 @@ def _protocol(remat: "Remat", model: nn.Module, resident: bool, beside: int) -> 
 
 def _planned(remat: "Remat", request: Request, known: Sequence[Planned], beside: int) -> Planned:
     name, first = f"{remat.number}/{remat.stats.plans}", remat.stats.plans == 0
-    with remat.original_runs(), progress() as report:
+    with remat.original_runs(request.module), progress() as report:
         try:
             return plan_together(request, report, prepared_for(request, known), name, first)
         except InfeasibleBudgetError as error:

@@ -63,7 +63,7 @@ def capped(dtype: torch.dtype | None = None, **protocol: Any) -> Any:
     return optimize_checkpoints(gpt2(), cap(dtype, asked), protocol=asked, **QUICK)
 
 
-class Recorded(hf.Trainer):
+class Recorded(hf.Trainer):  # type: ignore[misc]
     """Keeps the exact losses."""
 
     seen: list[Tensor]
@@ -106,10 +106,13 @@ def test_a_transformers_trainer(
     plain = trainer(gpt2(), tmp_path / "plain", 2 * BATCH * accumulate, **options)
     plain.train()
     ahead = accumulate * IN_ADVANCE + SCALARS
+    if dtype is not None:  # accelerate makes float32 copies of the outputs
+        ahead += BATCH * LENGTH * zoo.VOCABULARY * 4
     model = capped(dtype, outputs_held=False, other_bytes=ahead, gradients_resident=accumulate > 1)
     ours = trainer(model, tmp_path / "ours", 2 * BATCH * accumulate, **options)
     ours.train()
     assert same(ours.seen, plain.seen)
+    assert not torch.is_autocast_enabled("cpu")  # accelerate enters one context again and again
     stats, plan = model.remat.stats, model.remat.plan
     assert (stats.planned, stats.plans, sum(stats.fallbacks.values())) == (4 * accumulate, 1, 0)
     assert not plan.is_eager
@@ -120,8 +123,8 @@ def test_a_transformers_trainer(
     before = plan.resident_bytes - IN_ADVANCE - ahead
     if accumulate > 1:
         before -= sum(p.nbytes for p in model.parameters())  # gradients are not there between runs
-    predicted = plan.peak_bytes - before
-    assert 0 <= predicted - measure_peak(ours.train) <= SCALARS
+    left = plan.peak_bytes - before - measure_peak(ours.train)
+    assert 0 <= left <= (SCALARS if dtype is None else ahead)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.data.dataloader")
@@ -160,7 +163,7 @@ def test_accelerate_with_accumulation_and_clipping(precision: str, tmp_path: Pat
             cpu=True, mixed_precision=precision, gradient_accumulation_steps=2
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        data = DataLoader(Text(4 * BATCH), batch_size=BATCH)  # type: ignore[var-annotated]
+        data = DataLoader(Text(4 * BATCH), batch_size=BATCH)
         prepared, optimizer, data = accelerator.prepare(model, optimizer, data)
         torch.manual_seed(1)
         seen = []
@@ -202,7 +205,7 @@ IMAGES = TensorDataset(
 )
 
 
-class Lit(LightningModule):
+class Lit(LightningModule):  # type: ignore[misc]
     """`training_step` calls a module; `forward` does too."""
 
     def __init__(self, net: nn.Module, through: str = "net") -> None:
