@@ -43,11 +43,14 @@ def in_family(
     if family is None or remat.stepping.other is not None:
         return remat.make(model, forward, call, resident, family)
     found = family.at(tensors, resident)
-    if found is not None and found.beside >= remat.beside(model):
+    if found is not None and (found.beside >= remat.beside(model) or remat.anew >= ANEW):
         return found
     known = family.distinct(resident) if family.dynamic else []
     reason = why_not_at(known[0].planned, tensors) if known and found is None else ""
-    if reason and remat.options.on_new_size == "refuse":
+    if found is not None:
+        reason = "other models hold more than was planned for"
+        remat.anew += 1
+    elif reason and remat.options.on_new_size == "refuse":
         raise _refused(reason)
     entry = remat.make(model, forward, call, resident, family)
     if reason:

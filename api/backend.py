@@ -25,6 +25,7 @@ from .compiled_graph import Compiled, compiled
 from .compiling import options_inside
 from .dynamo_graph import give_origins, is_symbolic, needs_gradient
 from .options import Options, patterns_of
+from .settings import is_disabled, outside_settings
 
 __all__ = ["Compiled", "backend", "compiled"]
 
@@ -42,7 +43,8 @@ def backend(
         example_inputs: say which sizes are symbols; the plan is made for the inputs of the first call.
         options: ``budget_gb``, and what else `optimize_checkpoints` takes by these names: ``optimizer``,
             ``protocol``, ``cost_model``, ``time_limit_s``, ``gap``, ``save``, ``recompute``. Beside them
-            ``inductor=True``: Inductor compiles the planned graphs; the peak is then not exactly the plan's.
+            ``inductor=True``: Inductor compiles the planned graphs; the peak is then not exactly the plan's. What is
+            left out is taken from the environment and pyproject.toml.
 
     Returns:
         What runs in place of the graph. Its first call, and not this one, raises what planning raises.
@@ -50,11 +52,14 @@ def backend(
     Raises:
         TypeError: an option that there is not, or no budget.
     """
-    if not needs_gradient(graph):
+    if not needs_gradient(graph) or is_disabled():
         return graph.forward
     given = dict(options or {})
     inductor = bool(given.pop("inductor", False))
-    asked = _options(**given) if given else options_inside(graph.graph)
+    outside = outside_settings(_options)
+    asked = None if given else options_inside(graph.graph)
+    if asked is None and "budget_gb" in {**outside, **given}:
+        asked = _options(**{**outside, **given})
     if asked is None:
         raise TypeError(
             "backend='remat' needs a budget: torch.compile(..., options={'budget_gb': 20})"

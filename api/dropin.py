@@ -15,10 +15,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
 from remat.ir import GuardError
+from remat.ir._torch import in_transform
 from remat.ir.fake import Dynamic
 from remat.ir.structure import take_tensors
 from remat.passes import Plan
@@ -246,15 +248,16 @@ class Remat:
             self.stats.fallbacks[short(self.stats.failed)] += 1
             return forward(*args, **kwargs)
         tensors, pattern = take_tensors(call)
+        if why := self._why_unplanned(tensors):
+            return self._fall_back(model, why, forward, args, kwargs)
         previous = self.entry
-        family, outside = self.kept.serving(tensors, pattern)
-        why = self._refused.get(described(tensors), "") if self._refused else ""
         try:
+            family, outside = self.kept.serving(tensors, pattern)
             if outside is not None:
                 entry = plan_outside(self, outside, model, forward, call)
                 why = self.unplannable.get(outside.why, outside.why)
             else:
-                entry = None if why else in_family(self, family, model, forward, call)
+                entry = in_family(self, family, model, forward, call)
         except Exception as error:  # whatever a trace of the user's code may raise
             return self._without_plan(error, forward, args, kwargs)
         if entry is None:
@@ -262,9 +265,21 @@ class Remat:
         if entry is not previous or not self.stats.planned:
             self._check_device(model, entry)
         self.entry = entry
-        self.stats.planned += 1
         self._check_outstanding(entry)
-        return self._run(entry, model, forward, call, args, kwargs)
+        output = self._run(entry, model, forward, call, args, kwargs)
+        self.stats.planned += 1
+        return output
+
+    def _why_unplanned(self, tensors: list[torch.Tensor]) -> str:
+        """Why a call is not planned, whatever plans there are; empty if nothing is in the way."""
+        if in_transform():
+            return "it is under a transform of torch.func, which plans do not take part in"
+        return self._refused.get(described(tensors), "") if self._refused else ""
+
+    def refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> None:
+        """Run calls with such arguments without a plan from now on."""
+        call = normalize(self.signature, args, kwargs)
+        self._refused[described(take_tensors(call)[0])] = short(why)
 
     def _run(
         self,
@@ -303,8 +318,7 @@ class Remat:
         if self.entry is None:
             self.give_up(why)
         else:
-            call = normalize(self.signature, args, kwargs)
-            self._refused[described(take_tensors(call)[0])] = short(why)
+            self.refuse(args, kwargs, why)
         self.stats.fallbacks[short(why)] += 1
         self.warn("failed", unplanned(why))
         return output

@@ -11,7 +11,7 @@ import torch
 from remat.ir import VerifyError
 
 from .out_of_memory import out_of_memory_explained
-from .verify import Verification
+from .verify import Verification, not_verified
 
 if TYPE_CHECKING:
     from .dropin import Remat
@@ -55,8 +55,14 @@ class Frames:
 
     def given(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Backward begins."""
-        if self.verification is not None:
+        if self.verification is None:
+            return
+        try:
             self.verification.given(gradients)
+        except RuntimeError as error:
+            if (remat := self.remat()) is not None:
+                remat.stats.verified = f"not verified: {str(error).splitlines()[0]}"
+                remat.warn("not verified", not_verified(error))
 
     def made(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """A stage has run."""

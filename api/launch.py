@@ -198,13 +198,17 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
 
     def __init__(self, action: Callable[[], None]) -> None:
         self.action = action
+        self._asked = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Only for `torch` itself, once."""
-        if name != "torch":
+        """Only for `torch` itself, however often it is looked for before it is imported."""
+        if name != "torch" or self._asked:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asked = True  # the others are asked below
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asked = False
         if spec is None or spec.loader is None:
             return None
         loader: Any = spec.loader
@@ -212,7 +216,9 @@ class _TorchFinder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute_module(module)
-            self.action()
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.action()
 
         loader.exec_module = exec_module
         return spec

@@ -8,7 +8,7 @@ is on the device then (see `script_memory`).
 import inspect
 import json
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from remat.ir import UnsupportedGraphError
 from remat.passes import Plan, StepProtocol
 
 from .assumed_loss import assumed_loss
-from .beside import MODELS
 from .dropin import Remat
 from .failure import ALWAYS_RAISED, GivenUpError
 from .finder import Arguments, Finder
@@ -97,7 +96,9 @@ class Launched:
                 raise
             self._failed(found, error)
         else:
-            MODELS.pop(vars(module)["remat"].number)  # `other_bytes` has what others would count
+            remat: Remat = vars(module)["remat"]
+            # `other_bytes` has what would be counted for other drop-ins.
+            remat.options = replace(remat.options, sees_others=False)
             self._observe(module, found)
 
     def _observe(self, module: nn.Module, found: Found) -> None:
@@ -130,9 +131,9 @@ class Launched:
                 assert module is not None
                 if found.plan is None:
                     restore(module)
-                else:
-                    remat.disable()
-            return forward(*args, **kwargs)
+                    return forward(*args, **kwargs)
+                remat.refuse(args, kwargs, found.failure)
+            return call(model, forward, args, kwargs)
 
         remat.make = observed  # type: ignore[method-assign]
         remat.call = guarded  # type: ignore[method-assign]

@@ -1,23 +1,33 @@
 """What modules hold in Python that a trace has read, and whether it has changed since.
 
-Watched, of the model and all its submodules: plain attributes (numbers, strings, flags, None, and tuples of
-them: a dropout probability, a mode, a layer's index), submodules by identity, names that share a
-parameter or buffer, and hooks of submodules. The root's own hooks run outside the plan.
+Watched, of the model and all its submodules: attributes (plain ones, such as a dropout probability or a mode,
+by value; all others by identity), added attributes, submodules by identity, names that share a parameter or
+buffer, and hooks of submodules. The root's own hooks run outside the plan.
 
-Not noticed: changes inside lists, dicts and other objects that a module refers to.
+Not noticed: changes inside lists, dicts and other objects that a module refers to; attributes of classes.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
+import torch
 from torch import nn
 
 from .outside import Outside, Remedy
 
-_PLAIN = (bool, int, float, str, type(None))
-_UNREAD = ("gradient_checkpointing",)
-"""Flags that a plan does not depend on: it decides itself what is computed again."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_UNREAD = frozenset(vars(nn.Module())) - {"training"} | {
+    "gradient_checkpointing",
+    "remat",
+    "_remat_meta",
+    "_remat_forward",
+}
+"""Attributes that are no state of the user's, and a flag that a plan does not depend on: it decides itself
+what is computed again. Registries are compared on their own."""
+_FEW = (bool, type(None), torch.dtype, torch.device)
+"""Types with few values, so that each value can have its plan; likewise functions."""
 _PURE = (
     "torch.nn.utils",
     "transformers.utils.output_capturing",
@@ -37,6 +47,12 @@ class ModuleState:
     """Where each watched attribute or submodule is kept."""
     values: list[Any]
     names: tuple[str, ...]
+    tables: tuple[Mapping[str, Any], ...]
+    """Attributes of each module."""
+    paths: tuple[str, ...]
+    """Where each module is."""
+    counts: list[int]
+    """How many attributes each has."""
     tied: tuple[tuple[Mapping[str, Any], str, Mapping[str, Any], str], ...]
     """Further names of a tensor, with the place of its first name."""
     quiet: tuple[Mapping[int, Any], ...]
@@ -45,24 +61,30 @@ class ModuleState:
     """Hook tables that are not, with the ids of their hooks."""
 
     def change(self) -> Outside | None:
-        """What has changed; None if nothing has. A flag has few values, so each can have its plan."""
-        if [holder.get(key) for holder, key in self.places] != self.values:
-            for (holder, key), value, name in zip(
-                self.places, self.values, self.names, strict=True
-            ):
-                now = holder.get(key)
-                if now is not value and now != value:
-                    if isinstance(value, nn.Module):
-                        return Outside(f"{name} has been replaced")
-                    flag = type(now) is bool and type(value) is bool
-                    return Outside(
-                        f"{name} is {now!r}, and was {value!r} when it was planned",
-                        Remedy.PLAN if flag else Remedy.NONE,
-                    )
+        """What has changed; None if nothing has."""
+        present = [holder.get(key) for holder, key in self.places]
+        if not all(map(is_, present, self.values)):
+            for now, value, name in zip(present, self.values, self.names, strict=True):
+                if found := _changed(name, now, value):
+                    return found
+        counts = list(map(len, self.tables))
+        if counts != self.counts:
+            if found := self._added():
+                return found
+            self.counts[:] = counts
         if any([holder.get(key) is not first.get(k) for holder, key, first, k in self.tied]):
             return Outside("parameters that were tied no longer are")
         if any(self.quiet) or any([tuple(held) != ids for held, ids in self.hooked]):
             return self._other_hooks()
+        return None
+
+    def _added(self) -> Outside | None:
+        known = {(id(holder), key) for holder, key in self.places}
+        for number, (table, path) in enumerate(zip(self.tables, self.paths, strict=True)):
+            for key in table:
+                if _is_watched(key, root=not number) and (id(table), key) not in known:
+                    name = f"{path}.{key}".lstrip(".")
+                    return Outside(f"attribute {name} has been added", Remedy.PLAN)
         return None
 
     def _other_hooks(self) -> Outside:
@@ -80,11 +102,12 @@ def module_state(model: nn.Module) -> ModuleState:
     """The present state of a model."""
     places: list[tuple[Mapping[str, Any], str]] = []
     names: list[str] = []
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
         own, children = vars(module), vars(module)["_modules"]
-        plain = [k for k, value in own.items() if _is_plain(value) and k not in _UNREAD]
-        places += [(own, key) for key in plain]
-        names += [f"{path}.{key}".lstrip(".") for key in plain]
+        watched = [key for key in own if _is_watched(key, root=module is model)]
+        places += [(own, key) for key in watched]
+        names += [f"{path}.{key}".lstrip(".") for key in watched]
         places += [(children, key) for key in children]
         names += [f"{path}.{key}".lstrip(".") for key in children]
     hooks = [
@@ -94,6 +117,9 @@ def module_state(model: nn.Module) -> ModuleState:
         places=tuple(places),
         values=[holder.get(key) for holder, key in places],
         names=tuple(names),
+        tables=tuple(map(vars, modules.values())),
+        paths=tuple(modules),
+        counts=[len(vars(module)) for module in modules.values()],
         tied=tuple(_tied(model)),
         quiet=tuple(held for held in hooks if not held),
         hooked=tuple((held, tuple(held)) for held in hooks if held),
@@ -102,6 +128,25 @@ def module_state(model: nn.Module) -> ModuleState:
 
 def _is_pure(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_PURE)
+
+
+def _is_watched(key: str, *, root: bool) -> bool:
+    """Whether an attribute is state; what is put around the root's forward is not."""
+    return key not in _UNREAD and not (root and key == "forward")
+
+
+def _changed(name: str, now: object, was: object) -> Outside | None:
+    if now is was or (type(now) is type(was) and _is_plain(was) and now == was):
+        return None
+    if not (_is_plain(now) and _is_plain(was)):
+        few = callable(now) and callable(was) and not isinstance(was, nn.Module)
+        few = few or (isinstance(now, _FEW) and isinstance(was, _FEW))
+        return Outside(f"{name} has been replaced", Remedy.PLAN if few else Remedy.NONE)
+    few = isinstance(now, _FEW) and isinstance(was, _FEW)
+    return Outside(
+        f"{name} is {now!r}, and was {was!r} when it was planned",
+        Remedy.PLAN if few else Remedy.NONE,
+    )
 
 
 def _is_plain(value: object) -> bool:

@@ -254,6 +254,12 @@ def is_disabled() -> bool:
     return bool(_of_script().get("disable", False))
 
 
+def outside_settings(function: Callable[..., Any]) -> dict[str, Any]:
+    """What is set outside for the running script, of the parameters of a function."""
+    known = inspect.signature(function).parameters
+    return {k: v for k, v in _of_script().values.items() if k in known}
+
+
 def with_settings(function: Callable[P, R]) -> Callable[P, R]:
     """The function, with options that a call leaves out taken from outside if they are set there."""
     parameters = inspect.signature(function).parameters.values()

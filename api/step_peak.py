@@ -14,6 +14,7 @@ Not measured: what the script has allocated before (data sets, other models), an
 script profiles itself.
 """
 
+import gc
 import time
 import weakref
 from itertools import accumulate
@@ -44,6 +45,8 @@ class StepPeak:
         self._model, self._remat = weakref.ref(model), weakref.ref(remat)
         self._mine = {id(p) for p in model.parameters()}
         self._plans = -1
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        """The one whose steps are counted, of several that share the model."""
         self._record: Any = None
         self._base = 0
         self._gradients: list[weakref.ref[torch.Tensor]] = []
@@ -63,9 +66,13 @@ class StepPeak:
         held = (id(p) for group in optimizer.param_groups for p in group["params"])
         if self.bytes is not None or model is None or remat is None or self._mine.isdisjoint(held):
             return
+        if self._optimizer is None or self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is not optimizer:
+            return
         if self._record is None:
             if self._plans == remat.stats.plans:
-                self._begin(model, optimizer)
+                self._begin(model)
             self._plans = remat.stats.plans
         elif not self._begun_ns:
             self._begun_ns = time.time_ns()
@@ -74,10 +81,10 @@ class StepPeak:
         else:
             self._end()
 
-    def _begin(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def _begin(self, model: nn.Module) -> None:
         if profiler_enabled():
             return
-        self._base = _persistent(model, optimizer)
+        self._base = _persistent(model)
         self._gradients = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
         self._record = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._record.__enter__()
@@ -94,10 +101,13 @@ class StepPeak:
         self.bytes = self._base + max(within, default=0)
 
 
-def _persistent(model: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes that stay from step to step."""
+def _persistent(model: nn.Module) -> int:
+    """Bytes that stay from step to step: the model, and the state of all optimizers of its parameters."""
     tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    for state in optimizer.state.values():
-        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    mine = {id(p) for p in model.parameters()}
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+    for parameter, state in (item for o in optimizers for item in o.state.items()):
+        if id(parameter) in mine:
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

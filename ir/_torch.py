@@ -6,6 +6,7 @@ Tested on torch 2.13. They exist from 2.11 to 2.14, as far as their sources tell
 import warnings
 from typing import Any
 
+import torch
 from torch._C import _current_graph_task_id as graph_task_id  # -1 outside a backward
 from torch._C import _DisableAutocast as DisableAutocast
 from torch._C import _dispatch_get_registrations_for_dispatch_key as ops_with_kernel
@@ -72,6 +73,7 @@ __all__ = [
     "enable_python_dispatcher",
     "functorch_config",
     "graph_task_id",
+    "in_transform",
     "inductor_config",
     "inductor_parts",
     "innermost_backend",
@@ -85,3 +87,8 @@ __all__ = [
     "scoped_library",
     "tracing",
 ]
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, ...) is going on."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -63,6 +63,8 @@ def same(now: object, before: object) -> bool:
 def _same_elements(now: Any, before: Any) -> bool:
     if len(now) != len(before):
         return False
+    if isinstance(now, set):  # a copy may have another order
+        return bool(now == before)
     if isinstance(now, dict):
         return list(now) == list(before) and all(map(same, now.values(), before.values()))
     return all(map(same, now, before))
