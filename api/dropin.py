@@ -25,7 +25,7 @@ from remat.ir.structure import rebuilder, take_tensors
 from remat.passes import Plan
 
 from .explain import explain
-from .guards import Call, make_guard, normalize
+from .guards import Call, arguments_of, make_guard
 from .kept import Entry, Family, Kept, changing, largest
 from .module_state import traced_hooks
 from .optimizers import find_optimizer, traits, watch_optimizers
@@ -54,6 +54,7 @@ class Remat:
         """
         self.options = options
         self.signature = signature
+        self._arguments = arguments_of(signature)
         self.owner: Callable[[], nn.Module | None] = lambda: None
         """The drop-in."""
         self.stats = Stats()
@@ -227,7 +228,7 @@ class Remat:
     ) -> None:
         """Plan for example arguments, at other sizes if some are given."""
         forward: Callable[..., Any] = type(model)._remat_original.fget(model)  # type: ignore[attr-defined]
-        call = normalize(self.signature, args, kwargs)
+        call = self._arguments.normalize(args, kwargs)
         if call is None:
             self.signature.bind(*args, **kwargs)
         assert call is not None
@@ -242,7 +243,7 @@ class Remat:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one training call: by plan within its guards, else by the original forward."""
-        call = normalize(self.signature, args, kwargs)
+        call = self._arguments.normalize(args, kwargs)
         if call is None:
             return forward(*args, **kwargs)  # which says better what is wrong
         tensors, pattern = take_tensors(call)

@@ -7,8 +7,9 @@ parameter or buffer, and hooks of submodules. The root's own hooks run outside t
 Not noticed: changes inside lists, dicts and other objects that a module refers to.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from torch import nn
@@ -16,8 +17,8 @@ from torch import nn
 from .outside import Outside, Remedy
 
 _PLAIN = (bool, int, float, str, type(None))
-_UNREAD = ("gradient_checkpointing",)
-"""Flags that a plan does not depend on: it decides itself what is computed again."""
+_UNREAD = ("gradient_checkpointing", "_is_full_backward_hook")
+"""What a plan does not depend on: it decides itself what is computed again, and hooks are compared."""
 _PURE = (
     "torch.nn.utils",
     "transformers.utils.output_capturing",
@@ -33,10 +34,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class ModuleState:
     """A snapshot that is cheap to compare with the present."""
 
-    places: tuple[tuple[Mapping[str, Any], str], ...]
-    """Where each watched attribute or submodule is kept."""
+    readers: tuple[tuple[Callable[[Any], Any], Mapping[str, Any]], ...]
+    """Each reads the watched attributes of one module, or its submodules."""
     values: list[Any]
-    names: tuple[str, ...]
+    """What they read then."""
+    keys: tuple[tuple[str, tuple[str, ...]], ...]
+    """Path of the module, and the names, of each reader."""
     tied: tuple[tuple[Mapping[str, Any], str, Mapping[str, Any], str], ...]
     """Further names of a tensor, with the place of its first name."""
     quiet: tuple[Mapping[int, Any], ...]
@@ -46,23 +49,34 @@ class ModuleState:
 
     def change(self) -> Outside | None:
         """What has changed; None if nothing has. A flag has few values, so each can have its plan."""
-        if [holder.get(key) for holder, key in self.places] != self.values:
-            for (holder, key), value, name in zip(
-                self.places, self.values, self.names, strict=True
-            ):
-                now = holder.get(key)
-                if now is not value and now != value:
-                    if isinstance(value, nn.Module):
-                        return Outside(f"{name} has been replaced")
-                    flag = type(now) is bool and type(value) is bool
-                    return Outside(
-                        f"{name} is {now!r}, and was {value!r} when it was planned",
-                        Remedy.PLAN if flag else Remedy.NONE,
-                    )
+        try:
+            same = [read(holder) for read, holder in self.readers] == self.values
+        except KeyError:
+            same = False
+        if not same and (found := self._other_attribute()):
+            return found
         if any([holder.get(key) is not first.get(k) for holder, key, first, k in self.tied]):
             return Outside("parameters that were tied no longer are")
         if any(self.quiet) or any([tuple(held) != ids for held, ids in self.hooked]):
             return self._other_hooks()
+        return None
+
+    def _other_attribute(self) -> Outside | None:
+        for (_, holder), values, (path, keys) in zip(
+            self.readers, self.values, self.keys, strict=True
+        ):
+            for key, value in zip(keys, values if len(keys) > 1 else (values,), strict=True):
+                now = holder.get(key)
+                if now is value or now == value:
+                    continue
+                name = f"{path}.{key}".lstrip(".")
+                if isinstance(value, nn.Module):
+                    return Outside(f"{name} has been replaced")
+                flag = type(now) is bool and type(value) is bool
+                return Outside(
+                    f"{name} is {now!r}, and was {value!r} when it was planned",
+                    Remedy.PLAN if flag else Remedy.NONE,
+                )
         return None
 
     def _other_hooks(self) -> Outside:
@@ -78,22 +92,20 @@ class ModuleState:
 
 def module_state(model: nn.Module) -> ModuleState:
     """The present state of a model."""
-    places: list[tuple[Mapping[str, Any], str]] = []
-    names: list[str] = []
+    watched: list[tuple[str, Mapping[str, Any], tuple[str, ...]]] = []
     for path, module in model.named_modules():
         own, children = vars(module), vars(module)["_modules"]
-        plain = [k for k, value in own.items() if _is_plain(value) and k not in _UNREAD]
-        places += [(own, key) for key in plain]
-        names += [f"{path}.{key}".lstrip(".") for key in plain]
-        places += [(children, key) for key in children]
-        names += [f"{path}.{key}".lstrip(".") for key in children]
+        plain = tuple(k for k, value in own.items() if _is_plain(value) and k not in _UNREAD)
+        watched += [(path, own, plain), (path, children, tuple(children))]
+    watched = [each for each in watched if each[2]]
+    readers = tuple((itemgetter(*keys), holder) for _, holder, keys in watched)
     hooks = [
         vars(child)[kind] for child in model.modules() if child is not model for kind in _HOOKS
     ]
     return ModuleState(
-        places=tuple(places),
-        values=[holder.get(key) for holder, key in places],
-        names=tuple(names),
+        readers=readers,
+        values=[read(holder) for read, holder in readers],
+        keys=tuple((path, keys) for path, _, keys in watched),
         tied=tuple(_tied(model)),
         quiet=tuple(held for held in hooks if not held),
         hooked=tuple((held, tuple(held)) for held in hooks if held),

@@ -63,7 +63,7 @@ def capped(dtype: torch.dtype | None = None, **protocol: Any) -> Any:
     return optimize_checkpoints(gpt2(), cap(dtype, asked), protocol=asked, **QUICK)
 
 
-class Recorded(hf.Trainer):
+class Recorded(hf.Trainer):  # type: ignore[misc]
     """Keeps the exact losses."""
 
     seen: list[Tensor]
@@ -163,7 +163,7 @@ def test_accelerate_with_accumulation_and_clipping(precision: str, tmp_path: Pat
             cpu=True, mixed_precision=precision, gradient_accumulation_steps=2
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        data = DataLoader(Text(4 * BATCH), batch_size=BATCH)  # type: ignore[var-annotated]
+        data = DataLoader(Text(4 * BATCH), batch_size=BATCH)
         prepared, optimizer, data = accelerator.prepare(model, optimizer, data)
         torch.manual_seed(1)
         seen = []
@@ -205,7 +205,7 @@ IMAGES = TensorDataset(
 )
 
 
-class Lit(LightningModule):
+class Lit(LightningModule):  # type: ignore[misc]
     """`training_step` calls a module; `forward` does too."""
 
     def __init__(self, net: nn.Module, through: str = "net") -> None:
