@@ -43,8 +43,8 @@ def backend(
         example_inputs: say which sizes are symbols; the plan is made for the inputs of the first call.
         options: ``budget_gb``, and what else `optimize_checkpoints` takes by these names: ``optimizer``,
             ``protocol``, ``cost_model``, ``time_limit_s``, ``gap``, ``save``, ``recompute``. Beside them
-            ``inductor=True``: Inductor compiles the planned graphs; the peak is then not exactly the plan's. What is
-            left out is taken from the environment and pyproject.toml.
+            ``inductor=True``: Inductor compiles the planned graphs; the peak is then not exactly the plan's.
+            What is left out is taken from the environment and pyproject.toml.
 
     Returns:
         What runs in place of the graph. Its first call, and not this one, raises what planning raises.

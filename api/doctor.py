@@ -259,7 +259,7 @@ def _indented(text: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command ``doctor``; returns 0 if the model can be planned, 1 if not, 2 for bad use."""
     parser = argparse.ArgumentParser(
-        "python -m remat doctor",
+        "remat doctor",
         description="Say whether a model can be planned, and where it fails.",
     )
     parser.add_argument("target", help="a script (train.py), or module:factory")

@@ -31,7 +31,7 @@ from .budget import available_memory
 from .explain import explain
 from .failure import ALWAYS_RAISED, reason_of, short, unplanned
 from .frames import Frames
-from .guards import Call, described, normalize
+from .guards import Call, arguments_of, described
 from .kept import Entry, Family, Kept
 from .making import SHARDED, make_entry
 from .optimizers import traits, watch_optimizers
@@ -62,6 +62,7 @@ class Remat:
         """
         self.options = options
         self.signature = signature
+        self._arguments = arguments_of(signature)
         self.owner: Callable[[], nn.Module | None] = lambda: None
         """The drop-in."""
         self.stats = Stats()
@@ -123,6 +124,8 @@ class Remat:
         """What the plan does and what it rests on, as text."""
         if self.stats.failed:
             return f"No plan, the original model trains: {self.stats.failed}"
+        if not self.enabled and self.entry is None:
+            return "Disabled: the original model trains."
         if self.entry is None:
             return "No plan yet: it is made on the first training call."
         return explain(self.entry.planned, self.stats)
@@ -220,7 +223,7 @@ class Remat:
     ) -> None:
         """Plan for example arguments, at other sizes if some are given."""
         forward: Callable[..., Any] = type(model)._remat_original.fget(model)  # type: ignore[attr-defined]
-        call = normalize(self.signature, args, kwargs)
+        call = self._arguments.normalize(args, kwargs)
         if call is None:
             self.signature.bind(*args, **kwargs)
         assert call is not None
@@ -241,7 +244,7 @@ class Remat:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run one training call: by plan within its guards, else by the original forward."""
-        call = normalize(self.signature, args, kwargs)
+        call = self._arguments.normalize(args, kwargs)
         if call is None:
             return forward(*args, **kwargs)  # which says better what is wrong
         if self.stats.failed:
@@ -278,7 +281,7 @@ class Remat:
 
     def refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> None:
         """Run calls with such arguments without a plan from now on."""
-        call = normalize(self.signature, args, kwargs)
+        call = self._arguments.normalize(args, kwargs)
         self._refused[described(take_tensors(call)[0])] = short(why)
 
     def _run(

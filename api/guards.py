@@ -12,6 +12,8 @@ Not noticed: a parameter or buffer whose data is replaced by another view of the
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,15 +29,70 @@ from .outside import Outside, Remedy
 _DEVICES = ("cpu", "cuda")
 _PLAIN = (bool, int, float, str)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+_needs, _grad = attrgetter("requires_grad"), attrgetter("grad")
+_address = torch.Tensor.data_ptr
 
 
-def normalize(
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The parameters of a forward; calls are brought into one form by them, at every step."""
+
+    signature: inspect.Signature
+    positional: tuple[str, ...]
+    """Those that may come by position."""
+    defaults: Mapping[str, object]
+    """Of all that have a name, in order; `Parameter.empty` where there is none."""
+    plain: bool
+    """There is neither ``*args`` nor a parameter without a name."""
+    more: bool
+    """There is ``**kwargs``."""
+
+    def normalize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """The same call whether arguments come by position or keyword, and without those left at default.
+
+        None if the arguments do not fit the signature.
+        """
+        if not self.plain:
+            return _bound(self.signature, args, kwargs)
+        given = dict(zip(self.positional, args, strict=False))
+        if len(args) > len(self.positional) or not given.keys().isdisjoint(kwargs):
+            return None
+        given.update(kwargs)
+        ordered: dict[str, Any] = {}
+        for name, default in self.defaults.items():
+            if name in given:
+                value = given.pop(name)
+                if not _is(value, default):
+                    ordered[name] = value
+            elif default is inspect.Parameter.empty:
+                return None
+        if given and not self.more:
+            return None
+        leading: list[Any] = []
+        for name in self.positional:
+            if name not in ordered:
+                break
+            leading.append(ordered.pop(name))
+        return tuple(leading), {**ordered, **given}
+
+
+def arguments_of(signature: inspect.Signature) -> Arguments:
+    """The parameters of a forward, from its signature."""
+    every = signature.parameters.values()
+    named = [p for p in every if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return Arguments(
+        signature,
+        tuple(p.name for p in named if p.kind is p.POSITIONAL_OR_KEYWORD),
+        {p.name: p.default for p in named},
+        not any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in every),
+        any(p.kind is p.VAR_KEYWORD for p in every),
+    )
+
+
+def _bound(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Call | None:
-    """The same call whether arguments come by position or keyword, and without those left at default.
-
-    None if the arguments do not fit the signature.
-    """
+    """The same for any signature, slower."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError:
@@ -164,11 +221,12 @@ class Guard:
 
     def _other_state(self) -> Outside | None:
         state: list[Any] = [holder.get(key) for holder, key in self.places]
-        if not all([isinstance(tensor, torch.Tensor) for tensor in state]):
+        try:
+            needs, addresses = tuple(map(_needs, state)), list(map(_address, state))
+        except (AttributeError, TypeError):  # None, or what else is no tensor
             return Outside("a parameter or buffer has been removed")
-        if tuple([tensor.requires_grad for tensor in state]) != self.needs:
+        if needs != self.needs:
             return Outside("a parameter has been frozen, or is trained again", Remedy.PLAN)
-        addresses = [tensor.data_ptr() for tensor in state]
         if addresses != self.addresses:
             for name, tensor, was in zip(self.names, state, self.were, strict=True):
                 if type(tensor) not in (nn.Parameter, torch.Tensor):
@@ -185,7 +243,7 @@ class Guard:
         """How many things are compared at every call."""
         state = self.state
         hooks = len(state.quiet) + len(state.hooked)
-        return len(self.arguments) + len(self.places) + len(state.places) + len(state.tied) + hooks
+        return len(self.arguments) + len(self.places) + len(state.values) + len(state.tied) + hooks
 
     def primals(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Inputs of the graph, in order."""
@@ -193,15 +251,12 @@ class Guard:
 
     def trained(self) -> list[torch.Tensor]:
         """Parameters that require a gradient."""
-        return [
-            holder[key]
-            for (holder, key), need in zip(self.places, self.needs, strict=True)
-            if need
-        ]
+        return [holder[key] for holder, key in compress(self.places, self.needs)]
 
     def has_gradients(self) -> bool:
         """Some trained parameter has a `.grad`."""
-        return any([tensor.grad is not None for tensor in self.trained()])
+        gradients = list(map(_grad, self.trained()))
+        return gradients.count(None) < len(gradients)
 
 
 SHARED = "arguments share memory, and the step updates an argument in place"

@@ -6,6 +6,7 @@ from remat.ir import InfeasibleBudgetError, Phase, Role, Trace
 from remat.passes import Patterns, alive_at, profile
 
 from .budget import in_units
+from .request import BESIDE
 
 _STATES = (Role.PARAMETER, Role.BUFFER, Role.INPUT, Role.OPTIMIZER_STATE)
 
@@ -48,9 +49,10 @@ def infeasible_error(
     found = profile(trace)
     at = found.peak_instant
     instant = trace.instants[at]
-    held: dict[Role, int] = {}
+    held: dict[str, int] = {}
     for block in alive_at(trace, at):
-        held[block.role] = held.get(block.role, 0) + int(block.size)
+        what = "what is beside the model" if block.name == BESIDE else block.role
+        held[what] = held.get(what, 0) + int(block.size)
     parts = sorted(((size, role) for role, size in held.items() if size), reverse=True)
     filling = ", ".join(f"{role} {in_units(size)}" for size, role in parts)
     scratch = f", scratch {in_units(int(instant.scratch))}" if instant.scratch else ""

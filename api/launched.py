@@ -40,7 +40,7 @@ class Found:
     """Training calls before it was found."""
     stats: Stats = field(default_factory=Stats)
     plan: Plan | None = None
-    """The last one that was made."""
+    """The one with the largest peak of all that were made."""
     explained: str = ""
     failure: str = ""
     """Why it is, from some time on, trained as before."""
@@ -114,6 +114,8 @@ class Launched:
             try:
                 entry = make(*args, **kwargs)
             except Exception as error:
+                if found.plan is None:
+                    found.failure = f"{type(error).__name__}: {error}"
                 # A call of another kind that cannot be planned falls back by itself.
                 by_itself = found.plan is not None and not isinstance(error, ALWAYS_RAISED)
                 if by_itself or found.by_script or self._raises():
@@ -130,6 +132,7 @@ class Launched:
                 module = module_ref()
                 assert module is not None
                 if found.plan is None:
+                    remat.disable()  # it misses no training calls
                     restore(module)
                     return forward(*args, **kwargs)
                 remat.refuse(args, kwargs, found.failure)
@@ -140,7 +143,9 @@ class Launched:
 
     def _planned(self, found: Found, module: nn.Module, remat: Remat) -> None:
         """A plan has been made."""
-        found.plan, found.explained = remat.plan, remat.explain()
+        plan = remat.plan
+        if plan is not None and (found.plan is None or plan.peak_bytes >= found.plan.peak_bytes):
+            found.plan, found.explained = plan, remat.explain()
         if found.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(found.device)  # planning has run kernels
         elif self.settings.get("measure") and found.peak is None:
@@ -173,7 +178,7 @@ class Launched:
             if found.peak is not None:
                 found.peak.stop()
             remat = found.remat() if found.remat is not None else None
-            if remat is not None and remat.plan is not None:
+            if remat is not None and remat.plan is not None and remat.plan == found.plan:
                 found.explained = remat.explain()
                 if (folder := self.settings.get("report_dir")) and rank() == 0:
                     self._write(found, Path(folder))

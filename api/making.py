@@ -1,6 +1,9 @@
 """Making a plan for one call of a drop-in, with what else is on the device, and what is said of it once."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,13 +82,27 @@ def _protocol(remat: "Remat", model: nn.Module, resident: bool, beside: int) -> 
 
 def _planned(remat: "Remat", request: Request, known: Sequence[Planned], beside: int) -> Planned:
     name, first = f"{remat.number}/{remat.stats.plans}", remat.stats.plans == 0
-    with remat.original_runs(request.module), progress() as report:
+    with remat.original_runs(request.module), _torch_quiet(), progress() as report:
         try:
             return plan_together(request, report, prepared_for(request, known), name, first)
         except InfeasibleBudgetError as error:
             if beside:
                 error.add_note(f"{beside} bytes are counted for other models in this process.")
             raise
+
+
+@contextlib.contextmanager
+def _torch_quiet() -> Iterator[None]:
+    """While a model is traced, errors are ours to report: torch logs them at length, handled or not."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Error detected in")
+            yield
+    finally:
+        logger.setLevel(before)
 
 
 def _say_of_hooks(remat: "Remat", model: nn.Module) -> None:

@@ -7,9 +7,9 @@ buffer, and hooks of submodules. The root's own hooks run outside the plan.
 Not noticed: changes inside lists, dicts and other objects that a module refers to; attributes of classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from .outside import Outside, Remedy
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _UNREAD = frozenset(vars(nn.Module())) - {"training"} | {
     "gradient_checkpointing",
+    "_is_full_backward_hook",
     "remat",
     "_remat_meta",
     "_remat_forward",
@@ -43,9 +44,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class ModuleState:
     """A snapshot that is cheap to compare with the present."""
 
-    places: tuple[tuple[Mapping[str, Any], str], ...]
-    """Where each watched attribute or submodule is kept."""
+    readers: tuple[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]], ...]
+    """Each reads the watched attributes of one module, or its submodules."""
     values: list[Any]
+    """What they read then, one after the other."""
     names: tuple[str, ...]
     tables: tuple[Mapping[str, Any], ...]
     """Attributes of each module."""
@@ -62,7 +64,10 @@ class ModuleState:
 
     def change(self) -> Outside | None:
         """What has changed; None if nothing has."""
-        present = [holder.get(key) for holder, key in self.places]
+        try:
+            present = [value for read, holder in self.readers for value in read(holder)]
+        except KeyError as error:
+            return Outside(f"attribute {error} has been removed")
         if not all(map(is_, present, self.values)):
             for now, value, name in zip(present, self.values, self.names, strict=True):
                 if found := _changed(name, now, value):
@@ -79,11 +84,11 @@ class ModuleState:
         return None
 
     def _added(self) -> Outside | None:
-        known = {(id(holder), key) for holder, key in self.places}
+        known = set(self.names)
         for number, (table, path) in enumerate(zip(self.tables, self.paths, strict=True)):
             for key in table:
-                if _is_watched(key, root=not number) and (id(table), key) not in known:
-                    name = f"{path}.{key}".lstrip(".")
+                name = f"{path}.{key}".lstrip(".")
+                if _is_watched(key, root=not number) and name not in known:
                     return Outside(f"attribute {name} has been added", Remedy.PLAN)
         return None
 
@@ -100,22 +105,23 @@ class ModuleState:
 
 def module_state(model: nn.Module) -> ModuleState:
     """The present state of a model."""
-    places: list[tuple[Mapping[str, Any], str]] = []
+    readers: list[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]]] = []
     names: list[str] = []
     modules = dict(model.named_modules())
     for path, module in modules.items():
         own, children = vars(module), vars(module)["_modules"]
         watched = [key for key in own if _is_watched(key, root=module is model)]
-        places += [(own, key) for key in watched]
-        names += [f"{path}.{key}".lstrip(".") for key in watched]
-        places += [(children, key) for key in children]
-        names += [f"{path}.{key}".lstrip(".") for key in children]
+        for table, keys in ((own, watched), (children, list(children))):
+            if keys:
+                keys += keys[:1] if len(keys) == 1 else []  # else it would not be a tuple
+                readers.append((itemgetter(*keys), table))
+                names += [f"{path}.{key}".lstrip(".") for key in keys]
     hooks = [
         vars(child)[kind] for child in model.modules() if child is not model for kind in _HOOKS
     ]
     return ModuleState(
-        places=tuple(places),
-        values=[holder.get(key) for holder, key in places],
+        readers=tuple(readers),
+        values=[value for read, holder in readers for value in read(holder)],
         names=tuple(names),
         tables=tuple(map(vars, modules.values())),
         paths=tuple(modules),

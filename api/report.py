@@ -181,6 +181,11 @@ class MemoryReport:
         budget = budget_bytes(budget_gb, self.device_memory)
         chosen = self.binding(sizes)
         self.binding({name: 1})
+        for fixed in (each for each in self.fixed if each.name == name):
+            raise ValueError(
+                f"the step needs {name} = {fixed.value} as a number ({fixed.where or 'unknown where'}), so "
+                "no other can be looked for. Take sizes from tensors: x.shape[0], not len(x)."
+            )
         found = largest_fit(
             name,
             budget,

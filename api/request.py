@@ -36,6 +36,9 @@ from remat.solvers import Limits
 
 from .optimizers import Assumed
 
+BESIDE = "other"
+"""The block of what is on the device beside the model: `StepProtocol.other_bytes`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -143,7 +146,7 @@ def surroundings(request: Request, prepared: Prepared) -> Surroundings:
         )
         blocks += [block for block in trace.blocks if block.role is Role.OPTIMIZER_STATE]
     if protocol.other_bytes:
-        blocks.append(Block("other", Role.BUFFER, sympy.Integer(protocol.other_bytes), -1, 0))
+        blocks.append(Block(BESIDE, Role.BUFFER, sympy.Integer(protocol.other_bytes), -1, 0))
     several = protocol.forwards_outstanding > 1
     if protocol.gradients_resident or several:
         blocks += [

@@ -70,17 +70,24 @@ def _why_nothing(launched: "Launched") -> str:
 def _module(found: "Found", launched: "Launched") -> list[str]:
     plan, stats = found.plan, found.stats
     if plan is None:
-        why = found.failure or "it was not trained while its plan could be made"
+        why = found.failure or "No training call came after it was found."
         return [f"{found.name} was NOT planned. {why}"]
     by = ", planned by the script itself" if found.by_script else ""
     if plan.is_eager:
         head = f"{found.name}{by}: the budget is above eager's own peak, the step runs as it is"
     else:
         head = f"{found.name}{by}: trained under a plan, +{plan.overhead:.1%} time predicted"
+    if missed := sum(stats.fallbacks.values()):
+        head += f"; BUT {missed} OF {missed + stats.planned} CALLS HAD NO CAP"
+    over = found.peak is not None and (found.peak.bytes or 0) > plan.budget_bytes
+    if over:
+        head += "; OVER THE BUDGET"
     lines = [head, f"  budget     {_bytes(plan.budget_bytes)}"]
+    of_several = " of the plan with the largest" if stats.plans > 1 else ""
     lines.append(
-        f"  predicted  {_bytes(plan.peak_bytes)} at the peak; eager {in_units(plan.baseline_peak_bytes)}, "
-        f"least possible {in_units(plan.least_peak_bytes)}"
+        f"  predicted  {_bytes(plan.peak_bytes)} at the peak{of_several}; "
+        f"eager {in_units(plan.baseline_peak_bytes)}, "
+        f"least found {in_units(plan.least_peak_bytes)}"
     )
     lines.append(f"  measured   {_measured(found, launched)}")
     lines.append(f"  counted    optimizer {plan.optimizer}; loss {plan.loss}" + _other(found))

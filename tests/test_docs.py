@@ -11,6 +11,7 @@ PAGES = sorted((Path(__file__).parents[1] / "docs" / "trainers").glob("*.md"))
 @pytest.mark.filterwarnings(
     "ignore:.*does not have many workers",
     "ignore:The number of training batches",
+    "ignore:.*LeafSpec",
     "ignore::UserWarning:torch.utils.data.dataloader",
 )
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -93,7 +93,7 @@ def trainer(model: nn.Module, folder: Path, rows: int, **options: Any) -> Record
 @pytest.mark.parametrize(
     ("dtype", "accumulate"),
     [
-        (None, 1),
+        pytest.param(None, 1, marks=pytest.mark.slow),
         (torch.bfloat16, 1),
         pytest.param(None, 2, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 2, marks=pytest.mark.slow),
@@ -153,7 +153,7 @@ def test_a_transformers_trainer_saves_resumes_and_meets_a_short_last_batch(tmp_p
     )
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.slow), "bf16"])
 def test_accelerate_with_accumulation_and_clipping(precision: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else None
 
