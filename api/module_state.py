@@ -72,15 +72,15 @@ class ModuleState:
             for now, value, name in zip(present, self.values, self.names, strict=True):
                 if found := _changed(name, now, value):
                     return found
+        if any([holder.get(key) is not first.get(k) for holder, key, first, k in self.tied]):
+            return Outside("parameters that were tied no longer are")
+        if any(self.quiet) or any([tuple(held) != ids for held, ids in self.hooked]):
+            return self._other_hooks()
         counts = list(map(len, self.tables))
         if counts != self.counts:
             if found := self._added():
                 return found
             self.counts[:] = counts
-        if any([holder.get(key) is not first.get(k) for holder, key, first, k in self.tied]):
-            return Outside("parameters that were tied no longer are")
-        if any(self.quiet) or any([tuple(held) != ids for held, ids in self.hooked]):
-            return self._other_hooks()
         return None
 
     def _added(self) -> Outside | None:
