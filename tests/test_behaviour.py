@@ -417,6 +417,8 @@ def test_low_rank_adapters_train_and_are_saved(outside: bool, tmp_path: Path) ->
     plan: Any = optimize_checkpoints(adapters(gpt2()), "1TB", (), kwargs, **QUICK)
     plan = plan.remat.plan
     cap = f"{(plan.least_peak_bytes + plan.baseline_peak_bytes) // 2}B"
+    model: Any
+    planned: Any
     if outside:
         model = planned = optimize_checkpoints(adapters(gpt2()), cap, **QUICK)
     else:
