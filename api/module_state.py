@@ -55,6 +55,8 @@ class ModuleState:
     """Where each module is."""
     counts: list[int]
     """How many attributes each has."""
+    computed: frozenset[str]
+    """Attributes that hooks compute for every forward."""
     tied: tuple[tuple[Mapping[str, Any], str, Mapping[str, Any], str], ...]
     """Further names of a tensor, with the place of its first name."""
     quiet: tuple[Mapping[int, Any], ...]
@@ -88,7 +90,7 @@ class ModuleState:
         for number, (table, path) in enumerate(zip(self.tables, self.paths, strict=True)):
             for key in table:
                 name = f"{path}.{key}".lstrip(".")
-                if _is_watched(key, root=not number) and name not in known:
+                if _is_watched(key, root=not number) and name not in known | self.computed:
                     return Outside(f"attribute {name} has been added", Remedy.PLAN)
         return None
 
@@ -110,7 +112,8 @@ def module_state(model: nn.Module) -> ModuleState:
     modules = dict(model.named_modules())
     for path, module in modules.items():
         own, children = vars(module), vars(module)["_modules"]
-        watched = [key for key in own if _is_watched(key, root=module is model)]
+        computed = _computed(module)
+        watched = [k for k in own if _is_watched(k, root=module is model) and k not in computed]
         for table, keys in ((own, watched), (children, list(children))):
             if keys:
                 keys += keys[:1] if len(keys) == 1 else []  # else it would not be a tuple
@@ -126,6 +129,9 @@ def module_state(model: nn.Module) -> ModuleState:
         tables=tuple(map(vars, modules.values())),
         paths=tuple(modules),
         counts=[len(vars(module)) for module in modules.values()],
+        computed=frozenset(
+            f"{path}.{key}".lstrip(".") for path, m in modules.items() for key in _computed(m)
+        ),
         tied=tuple(_tied(model)),
         quiet=tuple(held for held in hooks if not held),
         hooked=tuple((held, tuple(held)) for held in hooks if held),
@@ -134,6 +140,12 @@ def module_state(model: nn.Module) -> ModuleState:
 
 def _is_pure(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_PURE)
+
+
+def _computed(module: nn.Module) -> set[str]:
+    """Attributes that torch's own pre-forward hooks compute anew: `spectral_norm`, `weight_norm`, pruning."""
+    hooks = vars(module)["_forward_pre_hooks"].values()
+    return {getattr(hook, key, "") for hook in hooks for key in ("name", "_tensor_name")}
 
 
 def _is_watched(key: str, *, root: bool) -> bool:

@@ -282,7 +282,7 @@ def test_names_that_become_numbers_are_reported() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dynamic": {"y": {0: "batch"}}}, ValueError, "no argument 'y'"),
+        ({"dynamic": {"y": {0: "batch"}}}, ValueError, "names 'y', which is no argument"),
         ({"dynamic": {"input": {7: "batch"}}}, ValueError, "no dimension 7"),
         ({"device": "cuda:nothing"}, ValueError, "there are"),
         ({"precision": "int3"}, ValueError, "bf16-mixed"),
