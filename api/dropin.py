@@ -234,7 +234,7 @@ class Remat:
             if self.options.on_failure != "warn" or isinstance(error, ALWAYS_RAISED):
                 raise
             self.give_up(reason_of(error))
-            self.warn("failed", unplanned(self.stats.failed), stacklevel=4)
+            self.warn("failed", unplanned(self.stats.failed), stacklevel=6)
 
     def call(
         self,

@@ -111,6 +111,7 @@ def optimize_checkpoints(
         VerifyError: with ``verify=True``, the planned step differs from eager.
     """
     limits = Limits(time_limit_s, gap)
+    check_example(example_args)
     options = Options(
         budget_gb,
         loss_fn,
@@ -127,7 +128,6 @@ def optimize_checkpoints(
         sees_others=not (example_args or example_kwargs),
     )
     check(options, model)
-    check_example(example_args)
     example = (tuple(example_args), dict(example_kwargs or {}))
     if not inplace:
         return _begun(make_dropin(model, options), example, plan_at or {})

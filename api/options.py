@@ -153,7 +153,7 @@ def check_dynamic(dynamic: object, model: nn.Module) -> None:
         raise TypeError(f"dynamic maps arguments to names of their dimensions: {_DYNAMIC}")
     named = [(dim, name) for dims in dynamic.values() for dim, name in dims.items()]
     if not all(type(dim) is int and dim >= 0 for dim, _ in named):
-        raise ValueError(f"dynamic counts dimensions from 0: {_DYNAMIC}")
+        raise ValueError(f"dynamic names dimensions, counted from 0: {_DYNAMIC}")
     if bad := [name for _, name in named if not (isinstance(name, str) and name.isidentifier())]:
         raise ValueError(f"dynamic gives names, such as 'batch', not {bad[0]!r}: {_DYNAMIC}")
     parameters = inspect.signature(model.forward).parameters

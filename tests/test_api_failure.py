@@ -201,7 +201,7 @@ def test_a_new_size_that_cannot_be_planned_falls_back_and_the_others_stay_planne
 def test_an_interrupt_while_planning_passes_through_and_the_next_call_plans(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(request: Any, report: Any, prepared: Any) -> Any:
+    def interrupted(request: Any, report: Any, prepared: Any, *_: Any) -> Any:
         def stop(now: str) -> None:
             if now == part:
                 raise KeyboardInterrupt

@@ -8,7 +8,7 @@ import torch
 from ranks import DROPPED, Net
 from torch import nn
 
-import remat.dropin
+import remat.making
 import remat.planner
 from remat import Plan, optimize_checkpoints
 from remat.planner import make_plan
@@ -34,7 +34,7 @@ def planned(
     torch.manual_seed(0)
     with patch.context() as patched:
         patched.setattr(remat.planner, "arranged", counted)
-        patched.setattr(remat.dropin, "plan_together", offered)
+        patched.setattr(remat.making, "plan_together", offered)
         model = optimize_checkpoints(
             Net(blocks),
             f"{budget}B",
