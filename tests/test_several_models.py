@@ -23,6 +23,8 @@ from remat import (
 WIDTH = 32
 ROWS = 256
 
+pytestmark = pytest.mark.filterwarnings("ignore:remat. made another plan")
+
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:

@@ -144,6 +144,7 @@ def test_a_transformers_trainer_saves_resumes_and_meets_a_short_last_batch(tmp_p
             load_file(tmp_path / who / step / "model.safetensors") for who in ("ours", "plain")
         ]
         assert same(*(sorted(each.items()) for each in saved))
+    del model, ours  # what another model holds is counted
     resumed = trainer(capped(), tmp_path / "ours", 2 * BATCH + 2, **options)
     with pytest.warns(UserWarning, match="another plan"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-3"))
