@@ -30,8 +30,8 @@ from .distributed import buckets_of
 from .optimizers import live_optimizer
 from .wrappers import is_sharded
 
-MODELS: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
-"""Drop-ins that are alive, by number."""
+MODELS: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Modules that are alive and are, or have been, drop-ins."""
 
 
 def resident_bytes(module: nn.Module, optimizer: Optimizer | None = None) -> int:
@@ -94,7 +94,8 @@ class Others:
         return self._held + sum(left)
 
     def _others(self) -> dict[int, nn.Module]:
-        return {n: model for n, model in list(MODELS.items()) if n != self._number}
+        drop_ins = {vars(m)["remat"].number: m for m in MODELS if "remat" in vars(m)}
+        return {n: drop_ins[n] for n in sorted(drop_ins) if n != self._number}
 
 
 def follow(tensor: torch.Tensor, done: Callable[[], None]) -> None:

@@ -49,11 +49,16 @@ def make_dropin(model: nn.Module, options: Options) -> nn.Module:
     patched = vars(instance).pop("forward", None)
     if patched is not None:
         vars(instance)[_PATCHED] = _rebound(patched, model, instance)
-    remat = vars(instance)["remat"] = Remat(options, inspect.signature(_original(instance)))
-    MODELS[remat.number] = instance
-    remat.owner = weakref.ref(instance)
+    _attach(instance, options)
     assert isinstance(instance, nn.Module)
     return instance
+
+
+def _attach(instance: nn.Module, options: Options) -> None:
+    """Give a drop-in its `remat`, without a plan."""
+    remat = vars(instance)["remat"] = Remat(options, inspect.signature(_original(instance)))
+    remat.owner = weakref.ref(instance)
+    MODELS.add(instance)
 
 
 @contextlib.contextmanager
@@ -72,9 +77,7 @@ def become_dropin(model: nn.Module, options: Options) -> Iterator[None]:
     base, before = _checked_base(model), vars(model).get("remat")
     try:
         _swap(model, base)
-        remat = vars(model)["remat"] = Remat(options, inspect.signature(_original(model)))
-        MODELS[remat.number] = model
-        remat.owner = weakref.ref(model)
+        _attach(model, options)
         yield
     except BaseException:
         restore(model)
@@ -198,9 +201,6 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if "forward" in state:
         state[_PATCHED] = state.pop("forward")
     vars(instance).update(state)
-    remat: Remat = vars(model)["remat"]
-    own = vars(instance)["remat"] = Remat(remat.options, remat.signature)
-    MODELS[own.number] = instance
-    own.owner = weakref.ref(instance)
+    _attach(instance, vars(model)["remat"].options)
     assert isinstance(instance, nn.Module)
     return instance

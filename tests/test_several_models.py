@@ -220,3 +220,14 @@ def test_a_step_that_the_device_cannot_hold_is_said_once(monkeypatch: pytest.Mon
     with pytest.warns(UserWarning, match=rf"{resident_bytes(other)} of them for other models"):
         model(x).sum().backward()
     model(x).sum().backward()
+
+
+def test_a_module_that_is_no_drop_in_any_more_is_not_counted() -> None:
+    failed = nn.Linear(8, 8)
+    with pytest.raises(InfeasibleBudgetError):
+        optimize_checkpoints(failed, "1B", (torch.randn(4, 8),), inplace=True, time_limit_s=1.0)
+    assert type(failed) is nn.Linear
+    model: Any = optimize_checkpoints(nn.Linear(8, 8), "1GB", time_limit_s=1.0)
+    again: Any = optimize_checkpoints(model, "1GB", inplace=True, time_limit_s=1.0)
+    again(torch.randn(4, 8)).sum().backward()
+    assert again.remat.plan.protocol.other_bytes == 0
