@@ -8,6 +8,7 @@ cannot be planned runs the original forward, with the reason.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from remat.ir import GuardError, InfeasibleBudgetError, UnsupportedGraphError
@@ -32,13 +33,13 @@ def in_family(
     model: nn.Module,
     forward: Callable[..., Any],
     call: Call,
+    tensors: list[torch.Tensor],
 ) -> Entry:
     """The plan for a call that a family covers, made if there is none; no family: the first plan.
 
     Raises:
         GuardError: it is for new sizes, and the user wants no plans for these.
     """
-    tensors, _ = take_tensors(call)
     resident = remat.resident(model, family)
     if family is None or remat.stepping.other is not None:
         return remat.make(model, forward, call, resident, family)

@@ -34,17 +34,19 @@ from remat.ir import Block, Instant, Phase, Role, Trace, VerifyError
 from remat.ir.domain import Domain
 from remat.passes import (
     Emitted,
+    Index,
     Plan,
+    Prepared,
     overwriting_ops,
     profile,
-    reorder_step,
     repeated_tensors,
     saved_tensors,
 )
-from remat.solvers import evaluate
+from remat.solvers import Problem
 
 from .outstanding import left_bytes
-from .planned import Clock, Planned, Step, runnable
+from .planned import Clock, Planned, Step, as_it_is, runnable
+from .replay import replayed
 
 FORMAT = 1
 """Of the files; another one has other fingerprints."""
@@ -134,20 +136,15 @@ def _again(step: Step, plan: Plan, clock: Clock) -> Planned:
         VerifyError: it is not.
     """
     clock.begin("rewrite")
-    prepared, patterns = step.prepared, step.request.patterns
 
-    def times(count: int) -> list[int]:
-        return [0] * count  # nothing is solved
+    def formulated(prepared: Prepared) -> tuple[Problem, Index]:
+        costs = [0] * len(prepared.graph.ops)  # nothing is solved
+        return step.formulate(prepared, costs, step.request.patterns)
 
-    problem, index = step.formulate(prepared, times(len(prepared.graph.ops)), patterns)
-    if plan.reordered:
-        number = {prepared.graph.ops[op].name: i for i, op in enumerate(index.ops)}
-        prepared = reorder_step(prepared, index, [number[n] for n in dict.fromkeys(plan.steps)])
-        problem, index = step.formulate(prepared, times(len(prepared.graph.ops)), patterns)
-    number = {prepared.graph.ops[op].name: i for i, op in enumerate(index.ops)}
-    schedule = [number[name] for name in plan.steps]
-    evaluate(problem, schedule)  # raises for what is no schedule of this problem
-    emitted = step.emit(prepared, index, schedule, step.others)
+    found = replayed(plan, step.prepared, formulated)
+    if found is None:
+        raise VerifyError("it is no plan of this step")
+    emitted = step.emit(found.prepared, found.index, found.least.schedule, step.others)
     if _as_stored(step, plan, emitted) != plan or plan.peak_bytes > step.request.budget:
         raise VerifyError("its program is not the one that was planned")
     planned = runnable(step, plan, emitted, clock.seconds)
@@ -186,20 +183,8 @@ def _eager_again(step: Step, plan: Plan, trace: Trace, clock: Clock) -> Planned:
         raise VerifyError("its figures are not those of its trace")
     clock.begin("")
     sizes = step.asked.sizes
-    return Planned(
-        plan,
-        None,
-        None,
-        step.prepared,
-        None,
-        trace,
-        clock.seconds,
-        step.request,
-        step.beside,
-        Domain(sizes, sizes, ()),
-        None,
-        from_file=True,
-    )
+    made = as_it_is(step, plan, trace, Domain(sizes, sizes, ()), None, clock.seconds)
+    return replace(made, from_file=True)
 
 
 def _trace_data(trace: Trace) -> dict[str, Any]:

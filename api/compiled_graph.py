@@ -30,13 +30,14 @@ from .inductor import compile_program
 from .kept import PLANS
 from .optimizers import find_optimizer, traits, watch_optimizers
 from .options import Options, check
-from .outstanding import left_bytes
+from .outstanding import held_text, left_bytes, outstanding_text
 from .planned import Planned
 from .planner import make_plan
 from .program import Program
 from .progress import progress
 from .request import Request
 from .runtime import run
+from .stepping import Stepping
 
 _live: "weakref.WeakSet[Compiled]" = weakref.WeakSet()
 
@@ -94,9 +95,7 @@ class Compiled:
         self._outstanding = 0
         self._warned: set[str] = set()
         self._trained: list[weakref.ref[nn.Parameter]] = []
-        self._assumed: object = None
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped: Optimizer | None = None
+        self._stepping = Stepping()
         _live.add(self)
 
     @property
@@ -133,7 +132,7 @@ class Compiled:
             [isinstance(x, nn.Parameter) and x.grad is not None for x in inputs]
         )
         sizes = tuple(map(_size, inputs)) if self._symbolic else ()
-        if self._stepped is None:
+        if self._stepping.other is None:
             # A plan for resident gradients serves where there are none, too.
             found = self._entries.get((resident, sizes)) or self._entries.get((True, sizes))
             if found is not None:
@@ -151,8 +150,8 @@ class Compiled:
         if self.inductor and planned.program is not None:
             compile_program(planned.program)
         entry = _entry(planned, module, inputs)
-        if self._stepped is not None:  # only now: a plan that failed is asked for again
-            self._stepped = None
+        if self._stepping.other is not None:  # only now: a plan that failed is asked for again
+            self._stepping.other = None
             self._entries.clear()
         self._entries[resident, sizes] = entry
         for key in list(self._entries)[:-PLANS]:
@@ -160,13 +159,13 @@ class Compiled:
         self.plans += 1
         if self.options.optimizer == "auto":
             self._trained = [weakref.ref(p) for p in module.parameters() if p.requires_grad]
-            self._assumed = traits(request.optimizer.instance)
+            self._stepping.assumed = traits(request.optimizer.instance)
             watch_optimizers(self)
         return entry
 
     def _request(self, module: BoundGraph, inputs: Sequence[Any], resident: bool) -> Request:
         trained = any(p.requires_grad for p in module.parameters())
-        asked = (self._stepped or self.options.optimizer) if trained else None
+        asked = (self._stepping.other or self.options.optimizer) if trained else None
         options = replace(self.options, optimizer=asked, dynamic=None)
         check(options, module)
         protocol = replace(options.protocol, gradients_resident=resident)
@@ -210,12 +209,7 @@ class Compiled:
     def _check_outstanding(self, entry: _Entry) -> None:
         planned_for = entry.plan.protocol.forwards_outstanding
         if self._outstanding >= planned_for:
-            self._warn(
-                "outstanding",
-                f"remat: {self._outstanding + 1} forwards are outstanding, planned for {planned_for}; each "
-                "keeps its saved activations, so the budget may be exceeded. Pass the option "
-                f"protocol=StepProtocol(forwards_outstanding={self._outstanding + 1}).",
-            )
+            self._warn("outstanding", outstanding_text(self._outstanding + 1, planned_for))
 
     def _warn(self, key: str, message: str) -> None:
         if key not in self._warned:
@@ -224,14 +218,10 @@ class Compiled:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """With optimizer="auto": plan again if this one, not the assumed one, holds the parameters."""
-        if self._current is None or optimizer in self._seen:
-            return
-        self._seen.add(optimizer)
-        mine = {id(p) for ref in self._trained if (p := ref()) is not None}
-        if traits(optimizer) != self._assumed and any(
-            id(p) in mine for group in optimizer.param_groups for p in group["params"]
-        ):
-            self._stepped = optimizer
+        if self._current is not None:
+            self._stepping.notice(
+                optimizer, [p for ref in self._trained if (p := ref()) is not None]
+            )
 
 
 def _entry(planned: Planned, module: BoundGraph, inputs: Sequence[Any]) -> _Entry:
@@ -277,12 +267,7 @@ class _Frames:
 
     def held(self, count: int, size: int) -> None:
         if (owner := self.owner()) is not None:
-            owner._warn(
-                "held",
-                f"remat: planned for outputs_held=False, but {count} outputs ({size} bytes) are still held "
-                "when backward begins, so the budget may be exceeded. Drop them before backward, or plan "
-                "with protocol=StepProtocol(outputs_held=True).",
-            )
+            owner._warn("held", held_text(count, size))
 
     def given(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Nothing is verified here."""

@@ -6,7 +6,6 @@ backend the graph is planned again, by the drop-in's options unless `torch.compi
 other there is a warning.
 """
 
-import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +46,10 @@ def _captured(context: Any) -> None:
     if name == BACKEND:
         _options[context.graph()] = remat.options
         return
-    if "compiled" not in remat._warned:
-        remat._warned.add("compiled")
-        warnings.warn(
-            f"remat: torch.compile(backend={name!r}) captures the original forward of an optimised model, so "
-            "its plan is not used and its budget is not kept. torch.compile(..., backend='remat') plans "
-            "what it captures under the same budget.",
-            stacklevel=2,
-        )
+    remat.warn(
+        "compiled",
+        f"remat: torch.compile(backend={name!r}) captures the original forward of an optimised model, so "
+        "its plan is not used and its budget is not kept. torch.compile(..., backend='remat') plans "
+        "what it captures under the same budget.",
+        stacklevel=3,
+    )

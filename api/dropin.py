@@ -37,6 +37,7 @@ from .making import SHARDED, make_entry
 from .optimizers import traits, watch_optimizers
 from .options import Options, device_of
 from .out_of_memory import Circumstances, out_of_memory_explained
+from .outstanding import outstanding_text
 from .planned import Planned
 from .runtime import run
 from .sizes import at_sizes, peak_at
@@ -260,7 +261,7 @@ class Remat:
                 entry = plan_outside(self, outside, model, forward, call)
                 why = self.unplannable.get(outside.why, outside.why)
             else:
-                entry = in_family(self, family, model, forward, call)
+                entry = in_family(self, family, model, forward, call, tensors)
         except Exception as error:  # whatever a trace of the user's code may raise
             return self._without_plan(error, forward, args, kwargs)
         if entry is None:
@@ -269,7 +270,11 @@ class Remat:
             self._check_device(model, entry)
         self.entry = entry
         self._check_outstanding(entry)
-        output = self._run(entry, model, forward, call, args, kwargs)
+        if entry.planned.program is None:
+            with out_of_memory_explained(lambda: self.circumstances("forward"), self.stats):
+                output = self._followed_through(forward(*args, **kwargs))
+        else:
+            output = self._run(entry, model, forward, call, tensors)
         self.stats.planned += 1
         return output
 
@@ -290,17 +295,14 @@ class Remat:
         model: nn.Module,
         forward: Callable[..., Any],
         call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
     ) -> Any:
         """Run a plan's forward."""
-        if entry.planned.program is None:
-            with out_of_memory_explained(lambda: self.circumstances("forward"), self.stats):
-                return self._followed_through(forward(*args, **kwargs))
+        assert entry.planned.program is not None
         if entry is self._unverified:
             self._unverified = None
             return run_verified(self, entry, model, forward, call)
-        primals = entry.guard.primals(take_tensors(call)[0])
+        primals = entry.guard.primals(tensors)
         return entry.rebuild(run(entry.planned.program, primals, Frames(weakref.ref(self))))
 
     def _without_plan(
@@ -395,12 +397,7 @@ class Remat:
     def _check_outstanding(self, entry: Entry) -> None:
         planned_for = entry.planned.plan.protocol.forwards_outstanding
         if self.outstanding >= planned_for:
-            self.warn(
-                "outstanding",
-                f"remat: {self.outstanding + 1} forwards are outstanding, planned for {planned_for}; each "
-                "keeps its saved activations, so the budget may be exceeded. Pass "
-                f"protocol=StepProtocol(forwards_outstanding={self.outstanding + 1}).",
-            )
+            self.warn("outstanding", outstanding_text(self.outstanding + 1, planned_for))
 
     def warn(self, key: str, message: str, stacklevel: int = 7) -> None:
         """Warn once; 7 frames up is the line that calls the model."""

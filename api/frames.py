@@ -11,6 +11,7 @@ import torch
 from remat.ir import VerifyError
 
 from .out_of_memory import out_of_memory_explained
+from .outstanding import held_text
 from .verify import Verification, not_verified
 
 if TYPE_CHECKING:
@@ -45,13 +46,8 @@ class Frames:
     def held(self, count: int, size: int) -> None:
         """Outputs are kept that the protocol says are dropped."""
         if (remat := self.remat()) is not None:
-            remat.warn(
-                "held",
-                f"remat: planned for outputs_held=False, but {count} outputs ({size} bytes) are still held "
-                "when backward begins, so the budget may be exceeded. Drop them before backward, or plan "
-                "with protocol=StepProtocol(outputs_held=True).",
-                stacklevel=10,  # the line that calls backward
-            )
+            # 10 frames up is the line that calls backward.
+            remat.warn("held", held_text(count, size), stacklevel=10)
 
     def given(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Backward begins."""

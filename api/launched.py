@@ -191,14 +191,9 @@ def _options(settings: Settings) -> dict[str, Any]:
 
 
 def _refuse(module: nn.Module) -> None:
-    """Raise for wrappers that a plan would be lost in."""
+    """Raise for a compiled module, in which a plan would be lost; wrappers are refused by all plans."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     if compiled or hasattr(module, "_orig_mod"):
         raise UnsupportedGraphError(
             "it is compiled by torch.compile, which decides itself what is saved for backward"
-        )
-    if type(module).__name__ == "FullyShardedDataParallel":
-        raise UnsupportedGraphError(
-            "it is sharded. Plan its blocks before they are sharded: optimize_checkpoints(block, ...), then "
-            "fully_shard(block)"
         )

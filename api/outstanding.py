@@ -78,3 +78,31 @@ def solve_reserved(
         else:
             low = reserve
     return best
+
+
+def outstanding_text(count: int, planned_for: int) -> str:
+    """The warning for more forwards than planned.
+
+    Args:
+        count: forwards that are outstanding, with the one that begins.
+        planned_for: forwards that the protocol names.
+    """
+    return (
+        f"remat: {count} forwards are outstanding, planned for {planned_for}; each keeps its saved "
+        "activations, so the budget may be exceeded. Pass "
+        f"protocol=StepProtocol(forwards_outstanding={count})."
+    )
+
+
+def held_text(count: int, size: int) -> str:
+    """The warning for outputs that are kept though the protocol says they are dropped.
+
+    Args:
+        count: of the outputs.
+        size: of all of them, bytes.
+    """
+    return (
+        f"remat: planned for outputs_held=False, but {count} outputs ({size} bytes) are still held when "
+        "backward begins, so the budget may be exceeded. Drop them before backward, or plan with "
+        "protocol=StepProtocol(outputs_held=True)."
+    )

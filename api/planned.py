@@ -152,6 +152,39 @@ def step_of(request: Request, prepared: Prepared, beside: Surroundings) -> Step:
     return Step(request, accumulated, prepared, beside, around)
 
 
+def as_it_is(
+    step: Step,
+    plan: Plan,
+    trace: Trace,
+    domain: Domain,
+    eager: EagerStep | None,
+    seconds: Mapping[str, float],
+) -> Planned:
+    """A plan that runs the model as it is.
+
+    Args:
+        step: that is planned.
+        plan: its plan.
+        trace: of the eager step.
+        domain: sizes at which it can run.
+        eager: see `Planned`, likewise `seconds`.
+        seconds: time that each part of planning took.
+    """
+    return Planned(
+        plan,
+        None,
+        None,
+        step.prepared,
+        None,
+        trace,
+        seconds,
+        step.request,
+        step.beside,
+        domain,
+        eager,
+    )
+
+
 def runnable(step: Step, plan: Plan, emitted: Emitted, seconds: Mapping[str, float]) -> Planned:
     """A plan with the graphs that run it.
 

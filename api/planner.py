@@ -41,7 +41,7 @@ from .cache import cached_plan, keep_plan
 from .infeasible import blame, infeasible_error
 from .orders import Arranged, arranged, choose, least_bound, least_of, ledger, searched
 from .outstanding import left_bytes, solve_reserved, with_others
-from .planned import Clock, Planned, Step, runnable, step_of
+from .planned import Clock, Planned, Step, as_it_is, runnable, step_of
 from .replay import replayed, with_proof
 from .request import Request, beside_eager, eager_of, prepare, surroundings, symbolic_eager
 
@@ -175,19 +175,7 @@ def _eager_plan(figures: "_Figures", eager: Trace, clock: Clock, known: Plan | N
     trace = beside_eager(_fitted(symbolic), step.beside) if symbolic else None
     plan = _with_sizes(_plan(figures, None, None), domain, trace, step.others)
     plan = with_proof(plan, known) if known else plan
-    return Planned(
-        plan,
-        None,
-        None,
-        step.prepared,
-        None,
-        eager,
-        clock.seconds,
-        step.request,
-        step.beside,
-        domain,
-        symbolic,
-    )
+    return as_it_is(step, plan, eager, domain, symbolic, clock.seconds)
 
 
 def _emitted(step: Step, order: Arranged, schedule: Sequence[int], others: int = 0) -> Emitted:

@@ -53,10 +53,10 @@ def beside(module: nn.Module, arguments: Arguments, optimizers: Iterable[Optimiz
     device = own[0].device
     if device.type == "cuda":
         known = [*own, *_gradients(own), *take_tensors(arguments)[0]]
-        known += [t for o in optimizers for t in _state(o, mine)]
+        known += [t for o in optimizers for t in state_tensors(o, mine)]
         return coming + max(0, torch.cuda.memory_allocated(device) - unique_bytes(known, device))
     present = [*others.values(), *_gradients(others.values())]
-    present += [t for o in optimizers for t in _state(o, set(others))]
+    present += [t for o in optimizers for t in state_tensors(o, set(others))]
     return coming + unique_bytes(present, device)
 
 
@@ -64,7 +64,7 @@ def _gradients(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [t.grad for t in tensors if t.is_leaf and t.grad is not None]
 
 
-def _state(optimizer: Optimizer, parameters: set[int]) -> list[torch.Tensor]:
+def state_tensors(optimizer: Optimizer, parameters: set[int]) -> list[torch.Tensor]:
     """Tensors of an optimizer's state for some parameters."""
     return [
         tensor

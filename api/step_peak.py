@@ -29,6 +29,7 @@ from remat.ir._torch import profiler_enabled
 
 from .dropin import Remat
 from .optimizers import watch_optimizers
+from .script_memory import state_tensors, unique_bytes
 
 
 class StepPeak:
@@ -103,11 +104,8 @@ class StepPeak:
 
 def _persistent(model: nn.Module) -> int:
     """Bytes that stay from step to step: the model, and the state of all optimizers of its parameters."""
-    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    mine = {id(p) for p in model.parameters()}
+    parameters = list(model.parameters())
+    mine = {id(p) for p in parameters}
     optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
-    for parameter, state in (item for o in optimizers for item in o.state.items()):
-        if id(parameter) in mine:
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    state = [tensor for o in optimizers for tensor in state_tensors(o, mine)]
+    return unique_bytes([*parameters, *model.buffers(), *state], parameters[0].device)

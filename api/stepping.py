@@ -1,8 +1,10 @@
 """Which optimizer steps: the one that was planned for, another one, or one whose model was never called."""
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch.optim import Optimizer
 
 from .optimizers import traits
@@ -26,6 +28,22 @@ class Stepping:
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._without = 0
 
+    def notice(self, optimizer: Optimizer, trained: Iterable[torch.Tensor]) -> None:
+        """Remember an optimizer that has stepped, if it is another than was planned for.
+
+        Args:
+            optimizer: that has stepped.
+            trained: parameters that the plan trains.
+        """
+        if optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        mine = {id(p) for p in trained}
+        if traits(optimizer) != self.assumed and any(
+            id(p) in mine for group in optimizer.param_groups for p in group["params"]
+        ):
+            self.other = optimizer
+
     def stepped(self, remat: "Remat", optimizer: Optimizer) -> None:
         """An optimizer in the process has stepped."""
         if optimizer in self._seen:
@@ -37,12 +55,7 @@ class Stepping:
         entry = remat.entry
         if entry is None or self.assumed is None or remat.options.optimizer != "auto":
             return
-        self._seen.add(optimizer)
-        mine = {id(p) for p in entry.guard.trained()}
-        if traits(optimizer) != self.assumed and any(
-            id(p) in mine for group in optimizer.param_groups for p in group["params"]
-        ):
-            self.other = optimizer
+        self.notice(optimizer, entry.guard.trained())
 
 
 def _check_called(remat: "Remat", optimizer: Optimizer) -> None:

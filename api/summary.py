@@ -96,7 +96,7 @@ def _module(found: "Found", launched: "Launched") -> list[str]:
         f"  calls      {stats.planned} planned, {fallbacks} not; {stats.plans} plans made"
     )
     lines += [f"    {n} x original forward, no cap: {why}" for why, n in stats.fallbacks.items()]
-    lines += [f"    another plan: {why}" for why in getattr(stats, "replanned", ())]
+    lines += [f"    another plan: {why}" for why in stats.replanned]
     if found.early:
         lines.append(f"    {found.early} before an optimizer held its parameters: no cap")
     if found.failure:

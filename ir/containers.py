@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_PLAIN = (str, bytes, int, float, complex, bool)
+PLAIN = (str, bytes, int, float, complex, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def containers(value: object) -> Iterator[Any]:
 
 def same(now: object, before: object) -> bool:
     """Whether two values are one object, or equal and plain."""
-    equal = type(now) is type(before) and isinstance(now, _PLAIN) and now == before
+    equal = type(now) is type(before) and isinstance(now, PLAIN) and now == before
     return now is before or equal
 
 

@@ -21,10 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .containers import Contents, contents, elements, same
+from .containers import PLAIN, Contents, contents, elements, same
 from .errors import UnsupportedGraphError
-
-_PLAIN = (str, bytes, int, float, complex, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,7 @@ def arguments_kept(arguments: object) -> Iterator[None]:
 
 def _hold(value: Any, held: list[tuple[str, Contents]], seen: set[int]) -> None:
     """Copy the contents of all containers and objects that a value refers to; not of modules."""
-    fixed = (*_PLAIN, torch.Tensor, nn.Module, type, Enum, ModuleType)
+    fixed = (*PLAIN, torch.Tensor, nn.Module, type, Enum, ModuleType)
     if id(value) in seen or isinstance(value, fixed) or callable(value):
         return
     seen.add(id(value))
