@@ -41,6 +41,7 @@ def _captured(context: Any) -> None:
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     variable = context.get_local("remat")._i_will_not_complain_if_bc_breaks_VariableTracker()
     remat: Any = variable.realize().value
+    remat.stepping.captured = True
     inner = innermost_backend(translator.output.compiler_fn)
     name = getattr(inner, "compiler_name", None) or getattr(inner, "__name__", str(inner))
     if name == BACKEND:

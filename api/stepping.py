@@ -25,6 +25,8 @@ class Stepping:
         """Traits of the one that was planned for; None if none was."""
         self.other: Optimizer | None = None
         """One that steps instead, until there is a plan for it."""
+        self.captured = False
+        """A compiler has captured the model's forward, so no training call need come."""
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._without = 0
 
@@ -48,7 +50,8 @@ class Stepping:
         """An optimizer in the process has stepped."""
         if optimizer in self._seen:
             return
-        if remat.enabled and not remat.stats.planned and not remat.stats.fallbacks:
+        called = remat.stats.planned or remat.stats.fallbacks or self.captured
+        if remat.enabled and not called:
             self._without += 1
             if self._without >= WARM_UP:
                 _check_called(remat, optimizer)
