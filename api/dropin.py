@@ -263,7 +263,7 @@ class Remat:
             else:
                 entry = in_family(self, family, model, forward, call, tensors)
         except Exception as error:  # whatever a trace of the user's code may raise
-            return self._without_plan(error, forward, args, kwargs)
+            return self._without_plan(error, model, forward, args, kwargs)
         if entry is None:
             return self._fall_back(model, why, forward, args, kwargs)
         if entry is not previous or not self.stats.planned:
@@ -308,6 +308,7 @@ class Remat:
     def _without_plan(
         self,
         error: Exception,
+        model: nn.Module,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -318,6 +319,7 @@ class Remat:
         """
         if self.options.on_failure == "raise" or isinstance(error, ALWAYS_RAISED):
             raise error
+        refuse_sharded(model)  # the wrong order is the user's to mend
         output = forward(*args, **kwargs)
         why = reason_of(error)
         if self.entry is None:

@@ -51,11 +51,11 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         """Mean square."""
         for block in self.blocks:
             x = block(x)
-        return x.pow(2).mean()
+        return x.pow(2).mean() * scale
 
 
 def net() -> Net:
@@ -80,7 +80,11 @@ def optimised(model: nn.Module, budget: int = BUDGET, **options: Any) -> Any:
 
 
 def record(
-    model: nn.Module, batches: list[Tensor], accumulate: int = 1, clear: bool = True
+    model: nn.Module,
+    batches: list[Tensor],
+    accumulate: int = 1,
+    clear: bool = True,
+    also: Callable[[int], tuple[Any, ...]] = lambda step: (),
 ) -> list[Tensor]:
     """Train; copies of all losses, gradients and, at the end, parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -90,7 +94,7 @@ def record(
         last = (step + 1) % accumulate == 0
         no_sync: Any = getattr(model, "no_sync", nullcontext)
         with nullcontext() if last else no_sync():
-            loss = model(x)
+            loss = model(x, *also(step))
             loss.backward()
         seen.append(loss.detach().clone())
         if last:
@@ -179,6 +183,19 @@ def ddp_other_shapes() -> dict[str, Any]:
 
 
 def ddp_one_falls_back() -> dict[str, Any]:
+    """Rank 1 passes another number once; it may be another one at every call, so it is not planned for."""
+    x = batch()
+
+    def scale(step: int) -> tuple[float]:
+        return (0.5 if dist.get_rank() and step == 2 else 1.0,)
+
+    plain = record(DistributedDataParallel(net()), [x] * 4, also=scale)
+    model = optimised(net())
+    planned = record(DistributedDataParallel(model), [x] * 4, also=scale)
+    return {"equal": equal(plain, planned), **summary(model)}
+
+
+def ddp_short_batch() -> dict[str, Any]:
     """Rank 1 has a short last batch."""
     x = batch()
     batches = [x, x, x[:40] if dist.get_rank() else x, x]

@@ -9,6 +9,7 @@ import io
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -327,32 +328,55 @@ def test_an_exception_in_forward_leaves_the_next_step_fine() -> None:
     assert model.remat.outstanding == 0
 
 
-@pytest.mark.parametrize(
-    "after",
-    [pytest.param(0.02, marks=pytest.mark.slow), 0.2, pytest.param(0.6, marks=pytest.mark.slow)],
-)
-def test_an_interrupt_during_planning_leaves_everything_as_it_was(after: float) -> None:
+@pytest.mark.parametrize("part", ["planner.prepare", "planner.step_of", "making.make_guard"])
+def test_an_interrupt_during_planning_leaves_everything_as_it_was(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _, name = part.partition(".")
+    where = import_module(f"remat.{module}")
+    real = getattr(where, name)
+
+    def interrupted_after(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    model, plain = lazy(net(), "1GB"), net()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, interrupted_after)
+        leaves_everything(model, interrupted=True)
+    assert same(train(model), train(plain))
+    assert not model.remat.stats.fallbacks
+
+
+def leaves_everything(model: Any, *, interrupted: bool) -> None:
+    """A first call that may be interrupted; if it is, nothing has moved, the random state included."""
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    ids = [id(p) for p in model.parameters()]
+    before = torch.get_rng_state()
+    try:
+        model(BATCH, TARGET)
+        assert not interrupted
+    except KeyboardInterrupt:
+        assert torch.equal(torch.get_rng_state(), before)
+    assert [id(p) for p in model.parameters()] == ids
+    assert same(list(model.state_dict().items()), list(state.items()))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # inside a weakref's callback
+@pytest.mark.parametrize("after", [0.02, 0.1, 0.2, 0.3, 0.6])
+def test_an_interrupt_at_any_time_leaves_everything_as_it_was(after: float) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     model, plain = lazy(net(), "1GB"), net()
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    ids = [id(p) for p in model.parameters()]
-    before = torch.get_rng_state()
     was = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, after)
-    interrupted = False
     try:
-        model(BATCH, TARGET)
-    except KeyboardInterrupt:
-        interrupted = True
+        leaves_everything(model, interrupted=False)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, was)
-    if interrupted:
-        assert torch.equal(torch.get_rng_state(), before)
-    assert [id(p) for p in model.parameters()] == ids
-    assert same(list(model.state_dict().items()), list(state.items()))
     assert same(train(model), train(plain))
     assert not model.remat.stats.fallbacks
 

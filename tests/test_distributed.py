@@ -20,6 +20,7 @@ QUICK = (
     "ddp_no_sync",
     "ddp_other_shapes",
     "ddp_one_falls_back",
+    "ddp_short_batch",
     "ddp_overlap",
     "ddp_memory",
     "solver_fails_on_one",
@@ -110,7 +111,16 @@ def test_a_rank_that_falls_back_alone_trains_on() -> None:
     assert first["equal"]
     assert second["equal"]
     assert (first["planned"], second["planned"]) == (4, 3)
-    assert sum(second["fallbacks"].values()) == 1
+    why = "other arguments, or other values of arguments that are no tensors"
+    assert second["fallbacks"] == {why: 1}
+
+
+def test_a_rank_with_a_short_last_batch_plans_for_it_alone() -> None:
+    first, second = of("ddp_short_batch")
+    assert first["equal"]
+    assert second["equal"]
+    assert (first["planned"], second["planned"]) == (4, 4)
+    assert (first["plans"], second["plans"]) == (1, 2)
 
 
 @pytest.mark.slow
