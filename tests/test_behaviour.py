@@ -363,7 +363,9 @@ def leaves_everything(model: Any, *, interrupted: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # inside a weakref's callback
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # inside a weakref's callback
 @pytest.mark.parametrize("after", [0.02, 0.1, 0.2, 0.3, 0.6])
 def test_an_interrupt_at_any_time_leaves_everything_as_it_was(after: float) -> None:
     def interrupt(*_: object) -> None:
