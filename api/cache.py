@@ -48,7 +48,7 @@ from .outstanding import left_bytes
 from .planned import Clock, Planned, Step, as_it_is, runnable
 from .replay import replayed
 
-FORMAT = 1
+FORMAT = 2
 """Of the files; another one has other fingerprints."""
 
 
@@ -192,7 +192,7 @@ def _trace_data(trace: Trace) -> dict[str, Any]:
         "instants": [
             (i.name, i.target, i.phase, int(i.scratch), i.source, i.module) for i in trace.instants
         ],
-        "blocks": [(b.name, b.role, int(b.size), b.birth, b.death) for b in trace.blocks],
+        "blocks": [(b.name, b.role, int(b.size), b.birth, b.death, b.text) for b in trace.blocks],
     }
 
 
@@ -203,7 +203,7 @@ def _trace(data: dict[str, Any]) -> Trace:
             for name, target, phase, scratch, source, module in data["instants"]
         ),
         tuple(
-            Block(name, Role(role), sympy.Integer(size), birth, death)
-            for name, role, size, birth, death in data["blocks"]
+            Block(name, Role(role), sympy.Integer(size), birth, death, text)
+            for name, role, size, birth, death, text in data["blocks"]
         ),
     )

@@ -42,9 +42,11 @@ from .planned import Planned
 from .runtime import run
 from .sizes import at_sizes, peak_at
 from .stats import Stats
+from .step_reports import report_of_plan
 from .stepping import Stepping
 from .verified_step import run_verified
 from .verify import Verification
+from .views.step_report import StepReport
 from .wrappers import refuse_sharded
 
 _numbers = itertools.count()
@@ -130,6 +132,16 @@ class Remat:
         if self.entry is None:
             return "No plan yet: it is made on the first training call."
         return explain(self.entry.planned, self.stats)
+
+    def report(self) -> StepReport:
+        """The plan in use, op by op and tensor by tensor, beside the eager step: to be seen and saved.
+
+        Raises:
+            GuardError: there is no plan.
+        """
+        if self.entry is None:
+            raise GuardError("there is no plan yet: it is made on the first training call")
+        return report_of_plan(self.entry.planned)
 
     def peak_at(self, **sizes: int) -> int:
         """Peak of the plan in use at other sizes, bytes, with what kernels take there measured.

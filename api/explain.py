@@ -17,7 +17,7 @@ SHOWN = 10
 def explain(planned: Planned, stats: "Stats | None" = None) -> str:
     """What a plan does and what it rests on, on one screen."""
     plan = planned.plan
-    lines = [*_figures(plan), *_peak(planned), *_decisions(plan), *_rests_on(plan)]
+    lines = [*_figures(plan), *_peak(planned), *_decisions(plan), *rests_on(plan)]
     if stats is not None:
         lines.append(f"calls: {stats.planned} planned, {sum(stats.fallbacks.values())} fallbacks")
         lines += [f"  {count} x {reason}" for reason, count in stats.fallbacks.items()]
@@ -94,7 +94,8 @@ def _row(tensor: Tensor, name: int, op: int) -> str:
     return f"{tensor.name:<{name}} {tensor.op:<{op}} {tensor.module} {tensor.source}".rstrip()
 
 
-def _rests_on(plan: Plan) -> list[str]:
+def rests_on(plan: Plan) -> list[str]:
+    """What the figures of a plan rest on, a line each."""
     protocol = plan.protocol
     lines = [
         f"counted: optimizer {plan.optimizer}; loss {plan.loss}; gradients "

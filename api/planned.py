@@ -50,6 +50,8 @@ class Planned:
     """Sizes at which the plan can run."""
     eager: EagerStep | None
     """The eager step with symbolic sizes, if the plan runs it and sizes are dynamic."""
+    baseline: Trace | None = None
+    """The eager step; None if the plan is from the cache, so that it was not followed."""
     from_file: bool = False
     """The plan was found in the cache."""
 

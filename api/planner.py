@@ -161,7 +161,7 @@ def _new_plan(step: Step, clock: Clock, known: Plan | None) -> Planned:
         )
     made = runnable(step, plan, best, clock.seconds)
     symbolic = symbolic_step(best, made.domain).trace if made.domain.symbols else None
-    made = replace(made, plan=_with_sizes(plan, made.domain, symbolic, others))
+    made = replace(made, plan=_with_sizes(plan, made.domain, symbolic, others), baseline=eager)
     clock.begin("")
     return made
 

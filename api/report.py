@@ -31,6 +31,8 @@ from .example import StepRequest
 from .frontier import FrontierPoint, frontier, largest_planned
 from .largest import largest_fit
 from .regions import Regions, Step
+from .step_reports import report_of_analysis
+from .views.step_report import StepReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,15 @@ class MemoryReport:
     def to_json(self, **sizes: int) -> str:
         """The report at sizes as JSON; docs/memory.md describes the schema."""
         return report_text.to_json(self, self.binding(sizes))
+
+    def step_report(self, *, step: str = "steady", **sizes: int) -> StepReport:
+        """One step op by op and tensor by tensor: what pictures and files are made of; see `peak_at`."""
+        trace = max(self._traces(step, sizes), key=lambda each: profile(each).peak)
+        return report_of_analysis(self, trace, self.binding(sizes), step)
+
+    def notes(self) -> list[str]:
+        """Conditions of the formulas, and what they do not know, a line each."""
+        return report_text.notes(self)
 
     def __str__(self) -> str:
         """The report at its example's sizes."""

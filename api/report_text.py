@@ -36,7 +36,7 @@ def summary(report: "MemoryReport") -> str:
         lines.append(f"  {phase.phase.value:<15}  {in_units(phase.bytes):<10}  {roles}")
     lines += ["", f"  at the peak, {where(steady.peak_phase)}, the bytes are held by"]
     lines += [f"    {line}" for line in holder_lines(steady.peak_phase)]
-    lines += ["", *_notes(report)]
+    lines += ["", *(f"  {line}" for line in notes(report))]
     return "\n".join(lines)
 
 
@@ -59,20 +59,19 @@ def where(phase: PhasePeak) -> str:
     return f"{phase.op} ({place})" if place else phase.op
 
 
-def _notes(report: "MemoryReport") -> list[str]:
+def notes(report: "MemoryReport") -> list[str]:
+    """Conditions of the formulas, and what they do not know, a line each."""
     lines = []
     if report.domain:
-        lines.append("  formulas hold for " + ", ".join(report.domain))
+        lines.append("formulas hold for " + ", ".join(report.domain))
     for each in report.fixed:
-        lines.append(
-            f"  {each.name} is {each.value}: the step needs it as a number ({each.where})"
-        )
+        lines.append(f"{each.name} is {each.value}: the step needs it as a number ({each.where})")
     for title, ops in (
         ("scratch estimated from above", report.scratch.reserved),
         ("scratch not known, taken as 0", report.scratch.unknown),
     ):
         if ops:
-            lines.append(f"  {title}: {len(ops)} ops, {sum(ops.values())} calls")
+            lines.append(f"{title}: {len(ops)} ops, {sum(ops.values())} calls")
     return lines
 
 
@@ -83,7 +82,7 @@ def formulas(report: "MemoryReport", *, latex: bool = False) -> str:
     for name, step in (("first step", report.first), ("every later step", report.steady)):
         lines += ["", f"{name}:"]
         lines += [f"  {line}" for line in _step_lines(step, write)]
-    lines += ["", *(line.strip() for line in _notes(report))]
+    lines += ["", *notes(report)]
     return "\n".join(lines).rstrip()
 
 

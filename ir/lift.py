@@ -24,7 +24,7 @@ from .graph import BORDER, LOSS, ROOT_GRADIENT, Graph, Op, Output, OutputKind, S
 from .in_place import overwritable, overwritten
 from .origin import origin_of
 from .sizes import is_number
-from .symbols import Names
+from .symbols import Names, tensor_text
 from .trace import Phase, Role, Trace
 
 SELECTS = frozenset(
@@ -130,7 +130,9 @@ class _Builder:
             if self.storage_of[key] not in indices:
                 indices.append(self.storage_of[key])
         self.value_of[node] = len(self.values)
-        self.values.append(Value(node.name, tuple(indices), describe(node.meta.get("val"))))
+        self.values.append(
+            Value(node.name, tuple(indices), describe(node.meta.get("val"), self.names))
+        )
         return self.value_of[node], new
 
 
@@ -139,14 +141,12 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def describe(value: Any) -> str:
-    """Type and shape in a few characters: ``f32[8, 128]``."""
+def describe(value: Any, names: Names) -> str:
+    """Types and shapes of what a node yields."""
     if isinstance(value, torch.Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        short = kind.replace("bfloat", "bf").replace("float", "f").replace("int", "i")
-        return f"{short}[{', '.join(str(n) for n in value.shape)}]"
+        return tensor_text(value.dtype, value.shape, names)
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(describe(v) for v in value)})"
+        return f"({', '.join(describe(v, names) for v in value)})"
     return type(value).__name__
 
 

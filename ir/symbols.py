@@ -32,6 +32,13 @@ def expression(size: int | torch.SymInt) -> sympy.Expr:
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
+def tensor_text(dtype: torch.dtype, shape: Sequence[int | torch.SymInt], names: "Names") -> str:
+    """Type and shape in a few characters: ``f32[8, 128]``."""
+    kind = str(dtype).removeprefix("torch.")
+    short = kind.replace("bfloat", "bf").replace("float", "f").replace("int", "i")
+    return f"{short}[{', '.join(str(names.plain(expression(n))) for n in shape)}]"
+
+
 class Names:
     """Turns expressions in torch's symbols into users' ones; each distinct expression once."""
 

@@ -14,7 +14,7 @@ Definitions.
 Not described: addresses, and so fragmentation; order of allocation inside one op (that is in scratch).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import sympy
@@ -78,6 +78,8 @@ class Block:
     """First instant at which it is held; -1 if it is there before the step."""
     death: int
     """Last instant at which it is held; ``len(instants)`` if it outlives the step."""
+    text: str = field(default="", compare=False)
+    """Type and shape, such as ``f32[8, 128]``; for people, empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import functools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from remat.ir._torch import (
     TorchDispatchMode,
     saved_tensors_hooks,
 )
-from remat.ir.symbols import Names, expression
+from remat.ir.symbols import Names, expression, tensor_text
 
 from .eager_values import KnownValues
 from .realize import Call, described, flat_tensors, leaves, renamed
@@ -60,6 +60,8 @@ class _Storage:
     size: int | torch.SymInt
     birth: int
     death: int | None = None
+    dtype: torch.dtype = torch.uint8
+    shape: Sequence[int | torch.SymInt] = ()
 
 
 class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -153,6 +155,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.names.plain(expression(s.size)),
                 s.birth,
                 min(death, end),
+                tensor_text(s.dtype, s.shape, self.names),
             )
             for s in self._storages
             if (death := end if s.death is None else s.death) >= max(s.birth, 0)
@@ -233,6 +236,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = owner._cdata
         if key in self._alive:
             return
+        storage.dtype, storage.shape = tensor.dtype, tuple(tensor.shape)
         self._alive[key] = storage
         self._storages.append(storage)
         weakref.finalize(owner, self._died, key, storage).atexit = False

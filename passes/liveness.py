@@ -96,6 +96,17 @@ def live_ranges(graph: Graph, held: Mapping[int, int]) -> LiveRanges:
     return LiveRanges(tuple(birth), tuple(death))
 
 
+def _texts(graph: Graph) -> dict[int, str]:
+    """Type and shape by storage: of the first value that refers to it alone, else of the first."""
+    texts: dict[int, str] = {}
+    for alone in (True, False):
+        for value in graph.values:
+            if (len(value.storages) == 1) is alone:
+                for storage in value.storages:
+                    texts.setdefault(storage, value.text)
+    return texts
+
+
 def planned_trace(graph: Graph, ranges: LiveRanges) -> Trace:
     """Trace of forward and backward of a planned step.
 
@@ -103,13 +114,16 @@ def planned_trace(graph: Graph, ranges: LiveRanges) -> Trace:
         graph: the rewritten joint graph.
         ranges: its live ranges.
     """
+    texts = _texts(graph)
     return Trace(
         tuple(
             Instant(op.name, op.target, op.phase, op.scratch, op.source, op.module)
             for op in graph.ops
         ),
         tuple(
-            Block(s.name, s.role, s.size, birth, death)
-            for s, birth, death in zip(graph.storages, ranges.birth, ranges.death, strict=True)
+            Block(s.name, s.role, s.size, birth, death, texts.get(i, ""))
+            for i, (s, birth, death) in enumerate(
+                zip(graph.storages, ranges.birth, ranges.death, strict=True)
+            )
         ),
     )

@@ -1,0 +1,1 @@
+from api.step_reports import *
