@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import sympy
 
 from remat.ir import Graph, Op, OutputKind, Phase, Role, Trace
-from remat.passes import Emitted
+from remat.passes import Emitted, Plan
 from remat.passes.formula_text import to_latex, to_text
-from remat.passes.plan import Plan
 
 from .explain import rests_on
 from .planned import Planned
