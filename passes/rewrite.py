@@ -75,7 +75,14 @@ class _Emitter:
         if known is not None and known[1] == self._instances(node.name):
             return known[0]
         args, kwargs = map_arg((node.args, node.kwargs), self.fetch)
-        return self._emit(node, node.target, args, node.name, kwargs)
+        # A view of the very tensor that it was a view of is the view that it was.
+        same = all(self._is_same(operand) for operand in node.all_input_nodes)
+        value = node.meta["val"] if same else None
+        return self._emit(node, node.target, args, node.name, kwargs, value)
+
+    def _is_same(self, node: fx.Node) -> bool:
+        """The newest node for an old one has its fake value."""
+        return self.current[node.name][0].meta.get("val") is node.meta.get("val")
 
     def place(self, node: fx.Node) -> None:
         """Take over a placeholder, a constant, or a size."""
