@@ -71,7 +71,7 @@ def guard_us(model: Any, batch: dict[str, torch.Tensor]) -> list[float]:
         call = remat._arguments.normalize((), given)
         assert call is not None
         tensors, pattern = take_tensors(call)
-        family, outside = remat._kept.serving(tensors, pattern)
+        family, outside = remat.kept.serving(tensors, pattern)
         assert family is not None, outside
         assert family.at(tensors, family.guard.has_gradients()) is not None
 

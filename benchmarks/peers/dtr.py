@@ -77,7 +77,7 @@ class _Run:
         return tuple(self.trace)
 
     def execute(self, v: int) -> None:
-        """Run an op; what it reads is made present first, and stays while it runs."""
+        """Run an op; what it reads is made present first, and stays while it runs, like what it writes."""
         op, again = self.problem.ops[v], self.executed[v]
         reads = (*op.reads, op.state) if again and op.state is not None else op.reads
         for s in reads:
@@ -87,8 +87,11 @@ class _Run:
                 self.execute(self.writer[s])
         if len(self.trace) > 6 * len(self.problem.ops):
             raise _OutOfMemory
-        new = [s for s in (op.writes if again else self._writes(v)) if s not in self.present]
+        writes = op.writes if again else self._writes(v)
+        new = [s for s in writes if s not in self.present]
         scratch = op.scratch + (op.repeat_scratch if again else 0)
+        for s in writes:  # evicting one that is there gains nothing: it is written again
+            self.pinned[s] = self.pinned.get(s, 0) + 1
         self.make_room(sum(self.problem.sizes[s] for s in new) + scratch)
         self.trace.append(v)
         self.executed[v] = True
@@ -97,7 +100,7 @@ class _Run:
             self.used += self.problem.sizes[s]
         for s in (*reads, *new):
             self.present[s] = self.clock
-        for s in reads:
+        for s in (*reads, *writes):
             self.pinned[s] -= 1
 
     def evictable(self, s: int) -> bool:
