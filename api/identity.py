@@ -182,10 +182,21 @@ def _state(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _reduce(model: nn.Module, protocol: int) -> tuple[Any, ...]:
+def _plain(model: nn.Module) -> nn.Module:
+    """An object of the user's own class with the same attributes: it is copied and pickled as they say."""
+    plain: nn.Module = object.__new__(type(model)._remat_base)  # type: ignore[attr-defined]
+    vars(plain).update(_state(model))
+    return plain
+
+
+def _reduce(model: nn.Module, protocol: int) -> Any:
     """Pickle as the user's own class, so that a checkpoint loads where remat is not installed."""
-    base = type(model)._remat_base  # type: ignore[attr-defined]
-    return copyreg._reconstructor, (base, object, None), _state(model)  # type: ignore[attr-defined]
+    plain = _plain(model)
+    reduced: Any = plain.__reduce_ex__(protocol)
+    if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # only for an object of that very class
+        made = copyreg._reconstructor, (type(plain), object, None)  # type: ignore[attr-defined]
+        reduced = (*made, *reduced[2:])
+    return reduced
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -197,10 +208,9 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A drop-in for a copy of the model; it makes its own plan when it trains."""
     instance: Any = object.__new__(type(model))
     memo[id(model)] = instance
-    state = copy.deepcopy(_state(model), memo)
-    if "forward" in state:
-        state[_PATCHED] = state.pop("forward")
-    vars(instance).update(state)
+    vars(instance).update(vars(copy.deepcopy(_plain(model), memo)))
+    if "forward" in vars(instance):
+        vars(instance)[_PATCHED] = vars(instance).pop("forward")
     _attach(instance, vars(model)["remat"].options)
     assert isinstance(instance, nn.Module)
     return instance

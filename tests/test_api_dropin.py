@@ -149,6 +149,44 @@ def test_a_shallow_copy_shares_the_state(net: Any) -> None:
     assert same(record(twin, STEP, 1), record(make(Net), STEP, 1))
 
 
+class Streaming(nn.Module):
+    """Holds what can neither be copied nor pickled, and says so as classes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.stream = (number for number in range(3))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "stream"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.stream = (number for number in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape as before."""
+        y: Tensor = self.second(self.first(x).tanh())
+        return y
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["copy", "pickle"],
+)
+def test_a_class_that_says_how_it_is_copied_is_copied_so(copied: Any) -> None:
+    step = Step((torch.ones(4, 8),))
+    model = optimized(make(Streaming), step, HUGE)
+    model.first.owner = [model]
+    twin = copied(model)
+    assert next(twin.stream) == 0
+    assert isinstance(twin, Streaming)
+    assert vars(twin.first)["owner"][0] is twin
+    assert twin.first.weight is not model.first.weight
+    assert same(record(twin, step, 1), record(make(Streaming), step, 1))
+
+
 LOAD = """
 import sys
 sys.modules["remat"] = None
