@@ -127,6 +127,7 @@ def test_a_transformers_trainer(
     assert 0 <= left <= (SCALARS if dtype is None else ahead)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.data.dataloader")
 def test_a_transformers_trainer_saves_resumes_and_meets_a_short_last_batch(tmp_path: Path) -> None:
     options = {"save_strategy": "epoch", "eval_strategy": "epoch", "num_train_epochs": 2}

@@ -60,7 +60,7 @@ def train_under_budgets(
 
 
 # One of each kind by default: these have a like in the list.
-LIKE_OTHERS = ("bert", "llama", "transformer", "unet2d", "vae", "whisper")
+LIKE_OTHERS = ("bert", "llama", "transformer", "unet2d", "vae", "vit", "whisper")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_model_trains_as_eager_at_the_baseline_and_at_the_least_budget(name: s
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("optimizer", ["no optimizer", "SGD"])
+@pytest.mark.parametrize("optimizer", [pytest.param("no optimizer", marks=pytest.mark.slow), "SGD"])
 @pytest.mark.parametrize("name", ["dlrm", pytest.param("mlp", marks=pytest.mark.slow)])
 def test_other_loops_and_optimizers_are_predicted_to_the_byte(
     name: str, optimizer: str, protocol: str

@@ -95,6 +95,7 @@ def planned(
         optimizer=loop.optimizer,
         protocol=protocol,
         gap=gap,
+        time_limit_s=20.0,
     )
     return loop
 
