@@ -1,5 +1,6 @@
 """What planning yields, and the steps on the way to it that a plan from the cache takes, too."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,12 @@ class Clock:
         self.part, self.since = part, now
         if part:
             self.report(part)
+
+    def solving(self, cost: float, bound: float) -> None:
+        """Report how far the solver is: overhead found and overhead proven, as fractions of a step."""
+        found = "none found" if math.isinf(cost) else f"+{cost:.2%}"
+        gap = "" if math.isinf(cost) else f", gap {100 * max(0.0, cost - bound):.2f} points"
+        self.report(f"{self.part}: {found}, bound +{bound:.2%}{gap}")
 
 
 @dataclass(frozen=True, slots=True)

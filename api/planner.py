@@ -33,6 +33,7 @@ from remat.solvers import (
     Problem,
     Solution,
     Status,
+    Watch,
     least_peak,
     solve_windows,
 )
@@ -122,7 +123,7 @@ def _new_plan(step: Step, clock: Clock, known: Plan | None) -> Planned:
 
     if least.peak >= FORBIDDEN:
         raise PatternError(f"no budget lets a plan keep to the patterns. {blamed()}")
-    optimizer_peak = _optimizer_peak(step)
+    optimizer_peak = peak_of_optimizer(step)
     least_peak_bytes = max(least.peak, optimizer_peak)
     if others:
         least_peak_bytes = profile(_emitted(step, tightest, least.schedule, others).trace).peak
@@ -142,7 +143,7 @@ def _new_plan(step: Step, clock: Clock, known: Plan | None) -> Planned:
         raise infeasible_error(request.budget, least_bytes, trace, blamed(), bound_bytes)
     clock.begin("solve")
     chosen = tightest if others else choose(candidates)
-    solution = again.least if again else _solved(step, chosen)
+    solution = again.least if again else _solved(step, chosen, clock.solving)
     clock.begin("rewrite")
     best = _emitted(step, chosen, solution.schedule, others)
     kept = others * left_bytes(_emitted(step, chosen, solution.schedule).trace) if others else 0
@@ -182,13 +183,13 @@ def _emitted(step: Step, order: Arranged, schedule: Sequence[int], others: int =
     return step.emit(order.prepared, order.index, schedule, others)
 
 
-def _solved(step: Step, chosen: Arranged) -> Solution:
+def _solved(step: Step, chosen: Arranged, watch: Watch) -> Solution:
     """The cheapest schedule in the chosen order that fits the budget."""
     limits, budget = step.request.limits, step.request.budget
 
     def solve(budget: int) -> Solution:
         capped = replace(chosen.problem, budget=budget)
-        return solve_windows(capped, limits, start=chosen.least.schedule)
+        return solve_windows(capped, limits, start=chosen.least.schedule, watch=watch)
 
     def left(solution: Solution) -> int:
         return step.others * left_bytes(_emitted(step, chosen, solution.schedule).trace)
@@ -223,7 +224,7 @@ def _fitted(step: EagerStep) -> Trace:
     return with_scratch(step.trace, fit_scratch(step.calls, domain.symbols, domain.conditions))
 
 
-def _optimizer_peak(step: Step) -> int:
+def peak_of_optimizer(step: Step) -> int:
     """Peak of the optimizer step, which no plan can change."""
     graph, around = step.prepared.graph, step.around
     ranges = live_ranges(graph, holders(graph, step.request.protocol, {}))

@@ -1,4 +1,7 @@
-"""A progress bar for planning that takes longer than a second; nothing where there is no terminal."""
+"""A progress bar for planning that takes longer than a second; nothing where there is no terminal.
+
+While the solver runs it shows the overhead of the best plan so far, the bound, and the gap between them.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,11 +14,15 @@ PARTS = 6
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Give a function that is called with the name of each part as it begins."""
+    """Give a function that is called with each part as it begins, and with how far it is, after a colon."""
     with tqdm(total=PARTS, desc="remat", disable=None, delay=1.0, leave=False) as bar:
+        known: list[str] = []
 
-        def report(part: str) -> None:
-            bar.set_description(f"remat: {part}")
-            bar.update()
+        def report(text: str) -> None:
+            part, _, _ = text.partition(": ")
+            bar.set_description(f"remat: {text}")
+            if known[-1:] != [part]:
+                known.append(part)
+                bar.update()
 
         yield report

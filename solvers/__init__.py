@@ -10,7 +10,7 @@ from .index import forced_bytes
 from .least_peak import least_peak
 from .order import order, permuted
 from .problem import FORBIDDEN, BoundClass, Limits, Op, Problem, Solution, Status
-from .windows import solve_windows
+from .windows import Watch, solve_windows
 
 __all__ = [
     "FORBIDDEN",
@@ -21,6 +21,7 @@ __all__ = [
     "Problem",
     "Solution",
     "Status",
+    "Watch",
     "any_order_bound",
     "any_order_optimum",
     "drop_repetitions",

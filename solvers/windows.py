@@ -20,7 +20,7 @@ Not handled: other orders of first executions.
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -72,6 +72,9 @@ NEAR = 0.003
 """Relative gap at which the first solves stop."""
 HOPELESS = 1.5
 """Times the incumbent's cost at which a run with eviction is given up."""
+Watch = Callable[[float, float], None]
+"""Is told of every better schedule and bound: cost of the schedule (infinite without one) and bound, both as
+fractions of the baseline cost."""
 NUMERIC = 1e-6
 """Fraction of the baseline cost that counts as equal: HiGHS's bounds are floating point."""
 
@@ -83,6 +86,7 @@ class _Search:
     problem: Problem
     table: Index
     limits: Limits
+    watch: Watch
     begin: float = field(default_factory=time.monotonic)
     deadline: float = math.inf
     """By `time.monotonic`: when the current part of the search must end."""
@@ -102,7 +106,13 @@ class _Search:
         found = evaluate(self.problem, schedule)
         if found.feasible and (not self.schedule or found.cost < self.cost):
             self.schedule, self.cost = schedule, found.cost
+            self.tell()
         return found
+
+    def tell(self) -> None:
+        """Tell whoever watches what is known."""
+        base = max(1, self.problem.baseline_cost)
+        self.watch(self.cost / base if self.schedule else math.inf, self.bound / base)
 
     def closed(self) -> bool:
         """Cost and a bound agree, up to the gap."""
@@ -144,9 +154,10 @@ class _Search:
             time_s=self.seconds_left(),
             loose=loose if budget == self.problem.budget else LOOSE,
         )
-        if proves:
-            self.bound = max(self.bound, answer.bound)
-        elif budget == self.problem.budget:
+        if proves and answer.bound > self.bound:
+            self.bound = answer.bound
+            self.tell()
+        elif budget == self.problem.budget and not proves:
             self.staged_bound = max(self.staged_bound, answer.bound)
         self.timed_out = self.timed_out or answer.timed_out
         return answer
@@ -175,7 +186,11 @@ class _Search:
 
 
 def solve_windows(
-    problem: Problem, limits: Limits = DEFAULT_LIMITS, *, start: tuple[int, ...] = ()
+    problem: Problem,
+    limits: Limits = DEFAULT_LIMITS,
+    *,
+    start: tuple[int, ...] = (),
+    watch: Watch = lambda cost, bound: None,
 ) -> Solution:
     """Cheapest schedule that fits the budget.
 
@@ -183,13 +198,14 @@ def solve_windows(
         problem: what to solve.
         limits: when to stop.
         start: a known schedule, used as the first incumbent if it fits; then there is always an answer.
+        watch: follows the search; it must not raise.
 
     Raises:
         VerifyError: `start` is no schedule of this problem.
         SolverError: HiGHS gave up for a reason that is not a limit.
     """
     table = index(problem)
-    search = _Search(problem, table, limits)
+    search = _Search(problem, table, limits, watch)
     identity = search.offer(range(len(problem.ops)))
     if identity is None or identity.feasible:
         return search.solution()
