@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .measure import measure_peak
     from .optimize import optimize_checkpoints, plan_checkpoints
     from .report import MemoryReport
+    from .views.step_report import StepReport
 
 _HOME = {
     "MemoryReport": "remat.report",
@@ -33,6 +34,7 @@ _HOME = {
     "analyze_step": "remat.analysis",
     "Plan": "remat.passes",
     "StepProtocol": "remat.passes",
+    "StepReport": "remat.views.step_report",
     "measure_peak": "remat.measure",
     "optimize_checkpoints": "remat.optimize",
     "plan_checkpoints": "remat.optimize",
@@ -48,6 +50,7 @@ __all__ = [
     "RematError",
     "SolverError",
     "StepProtocol",
+    "StepReport",
     "UnsupportedGraphError",
     "VerifyError",
     "analyze",

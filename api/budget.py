@@ -84,7 +84,7 @@ def available_memory(device: "torch.device") -> int:
 
 def in_units(count: int) -> str:
     """Bytes for people, in decimal units."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count} B"

@@ -117,7 +117,7 @@ def doctor(
         if find is None:
             raise ValueError(f"{target} is a script; here only module:factory can be examined")
         return examine(find(Path(target), arguments))
-    return examine(_made(target))
+    return examine(made(target))
 
 
 def examine(example: Example) -> Checkup:
@@ -165,7 +165,7 @@ def _plan(example: Example) -> tuple[str, Remat | None]:
     return "", vars(model)["remat"]
 
 
-def _made(target: str) -> Example:
+def made(target: str) -> Example:
     """What a factory makes."""
     module, colon, name = target.partition(":")
     if not (module and colon and name):

@@ -5,7 +5,6 @@ a plan was found; that no larger one fits is as far as was found, not proven.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from remat.ir import InfeasibleBudgetError
 from remat.ir.capture import is_fake
@@ -14,23 +13,12 @@ from remat.passes.formula_solve import last
 
 from .example import StepRequest, resized
 from .optimize import plan_checkpoints
+from .views.step_report import Point
 
 _SECONDS = 10.0
 """Solver time of one plan."""
 _MOST = 4096
 """No size is tried that is more times as large as the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class FrontierPoint:
-    """One plan on the way from the least peak to eager's."""
-
-    budget_bytes: int
-    peak_bytes: int
-    overhead: float
-    """Predicted extra time, as a fraction of forward and backward."""
-    lower_bound: float
-    """No plan of the class of the bound has a smaller overhead."""
 
 
 def plan_at(request: StepRequest, device: str, budget: int, sizes: Mapping[str, int]) -> Plan:
@@ -100,7 +88,7 @@ def largest_planned(
 
 def frontier(
     request: StepRequest, device: str, peak: int, sizes: Mapping[str, int], count: int
-) -> tuple[FrontierPoint, ...]:
+) -> tuple[Point, ...]:
     """Plans at `count` budgets, from the least peak that was found to eager's `peak`."""
     least = plan_at(request, device, peak, sizes).least_peak_bytes
     budgets: Sequence[int] = sorted(
@@ -109,5 +97,5 @@ def frontier(
     points = []
     for budget in budgets:
         plan = plan_at(request, device, budget, sizes)
-        points.append(FrontierPoint(budget, plan.peak_bytes, plan.overhead, plan.lower_bound))
+        points.append(Point(budget, plan.peak_bytes, plan.overhead, plan.lower_bound))
     return tuple(points)

@@ -6,7 +6,6 @@ is on the device then (see `script_memory`).
 """
 
 import inspect
-import json
 import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from .script_memory import beside, outstanding_bytes
 from .settings import Settings
 from .stats import Stats
 from .step_peak import StepPeak
-from .summary import plan_as_json, rank, say
+from .summary import rank, say
 
 
 @dataclass
@@ -146,22 +145,34 @@ class Launched:
         plan = remat.plan
         if plan is not None and (found.plan is None or plan.peak_bytes >= found.plan.peak_bytes):
             found.plan, found.explained = plan, remat.explain()
+            self._write(found, remat)
         if found.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(found.device)  # planning has run kernels
         elif self.settings.get("measure") and found.peak is None:
             found.peak = StepPeak(module, remat)
-        if (folder := self.settings.get("report_dir")) and rank() == 0:
-            self._write(found, Path(folder))
 
-    def _write(self, found: Found, folder: Path) -> None:
-        """The plan as JSON and text; what cannot be written is no reason to stop training."""
+    def _write(self, found: Found, remat: Remat, *, at_end: bool = False) -> None:
+        """The plan as page, JSON and text; what cannot be written is no reason to stop training.
+
+        Args:
+            found: a module.
+            remat: of its drop-in.
+            at_end: pictures are there; the text has counts that have grown.
+        """
+        folder = self.settings.get("report_dir")
+        if not folder or rank() != 0:
+            return
         stem = f"{found.name}-{self.found.index(found)}"
-        assert found.plan is not None
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{stem}.json").write_text(json.dumps(plan_as_json(found.plan), indent=1))
-            (folder / f"{stem}.txt").write_text(found.explained + "\n")
-        except OSError as error:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / f"{stem}.txt").write_text(found.explained + "\n")
+            if not at_end:
+                report = remat.report()
+                report.save(Path(folder) / f"{stem}.html")
+                report.save(Path(folder) / f"{stem}.json")
+        except (
+            Exception
+        ) as error:  # the eager step may be followed once more, which runs the user's code
             say(f"the report of {found.name} could not be written: {error}")
 
     def _failed(self, found: Found, error: Exception) -> None:
@@ -180,8 +191,7 @@ class Launched:
             remat = found.remat() if found.remat is not None else None
             if remat is not None and remat.plan is not None and remat.plan == found.plan:
                 found.explained = remat.explain()
-                if (folder := self.settings.get("report_dir")) and rank() == 0:
-                    self._write(found, Path(folder))
+                self._write(found, remat, at_end=True)
 
 
 def _options(settings: Settings) -> dict[str, Any]:

@@ -9,7 +9,8 @@ The step is the *eager* one, as it runs today. A planned step is described by it
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 import sympy
 
@@ -28,11 +29,15 @@ from . import report_text
 from .budget import budget_bytes
 from .diagnosis import diagnose
 from .example import StepRequest
-from .frontier import FrontierPoint, frontier, largest_planned
+from .frontier import frontier, largest_planned
 from .largest import largest_fit
 from .regions import Regions, Step
 from .step_reports import report_of_analysis
-from .views.step_report import StepReport
+from .views.step_report import Point, StepReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +204,7 @@ class MemoryReport:
             return found
         return largest_planned(self._planning(), self.device, name, budget, chosen, found)
 
-    def frontier(self, count: int = 6, **sizes: int) -> tuple[FrontierPoint, ...]:
+    def frontier(self, count: int = 6, **sizes: int) -> tuple[Point, ...]:
         """Overhead against budget: plans at `count` budgets from the least peak to eager's.
 
         Args:
@@ -232,6 +237,18 @@ class MemoryReport:
         """One step op by op and tensor by tensor: what pictures and files are made of; see `peak_at`."""
         trace = max(self._traces(step, sizes), key=lambda each: profile(each).peak)
         return report_of_analysis(self, trace, self.binding(sizes), step)
+
+    def save(self, path: str | PathLike[str], *, step: str = "steady", **sizes: int) -> None:
+        """Write one step as a page, a figure, a file for a viewer; see `StepReport.save`."""
+        self.step_report(step=step, **sizes).save(path)
+
+    def plot(self, axes: "Axes | None" = None, *, step: str = "steady", **sizes: int) -> "Figure":
+        """A matplotlib figure of one step's memory."""
+        return self.step_report(step=step, **sizes).plot(axes)
+
+    def _repr_html_(self) -> str:
+        """The page of the steady step, in a notebook."""
+        return self.step_report()._repr_html_()
 
     def notes(self) -> list[str]:
         """Conditions of the formulas, and what they do not know, a line each."""

@@ -126,8 +126,8 @@ def _figures(plan: Plan, seconds: Mapping[str, float]) -> PlanFigures:
         least_peak_bound_bytes=plan.least_peak_bound_bytes,
         ledger={
             "captured": ledger.captured,
-            "in the plan's order": ledger.ordered,
-            "with in-place reuse": ledger.in_place,
+            "in order": ledger.ordered,
+            "in place": ledger.in_place,
             "planned": ledger.planned,
         }
         if ledger

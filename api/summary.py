@@ -1,13 +1,8 @@
 """What a launched run says when it ends."""
 
-import dataclasses
-import json
 import os
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from remat.passes import Plan
+from typing import TYPE_CHECKING
 
 from .budget import in_units
 
@@ -23,18 +18,6 @@ def say(message: str) -> None:
 def rank() -> int:
     """Number of this process among those that train together; launchers put it in the environment."""
     return int(os.environ.get("RANK", "0"))
-
-
-def plan_as_json(plan: Plan) -> Any:
-    """The figures and decisions of a plan, as JSON takes them; its program is left out."""
-    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name != "steps"}
-    return json.loads(json.dumps(fields, default=_plain))
-
-
-def _plain(value: object) -> object:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def summary(launched: "Launched") -> str:

@@ -82,7 +82,9 @@ def test_an_own_loop_on_text_trains_under_its_budget(tmp_path: Path) -> None:
     check(plain, launched, steps=8)
     # The loss of the last step is a tensor that the loop holds beside the planned step.
     assert launched.bytes("measured") == launched.bytes("predicted") + 4
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["GPT-0.json", "GPT-0.txt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        *("GPT-0.html", "GPT-0.json", "GPT-0.txt")
+    ]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """What the launcher plans, in this process: which modules, when, and what it says of them."""
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from remat.launched import Launched
 from remat.outstanding import left_bytes
 from remat.settings import Settings
 from remat.summary import summary
+from remat.views.step_report import StepReport
 
 BATCH = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
 CALL = nn.Module.__call__
@@ -275,6 +275,7 @@ def test_reports_are_written_per_model(start: Start, tmp_path: Any) -> None:
     step(model, optimizer)
     step(model, optimizer)
     launched.finish()
-    plan = json.loads((tmp_path / "report" / "Net-0.json").read_text())
-    assert plan["budget_bytes"] == 10**9
+    report = StepReport.from_json((tmp_path / "report" / "Net-0.json").read_text())
+    assert report.budget_bytes == 10**9
+    assert (tmp_path / "report" / "Net-0.html").read_text().startswith("<!doctype html>")
     assert "calls: 2 planned, 0 fallbacks" in (tmp_path / "report" / "Net-0.txt").read_text()

@@ -13,8 +13,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from html import escape
 from itertools import accumulate
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SCHEMA = "remat.step_report/1"
 """Name and version of the JSON."""
@@ -183,6 +190,31 @@ class StepReport:
     frontier: tuple[Point, ...]
     notes: tuple[str, ...]
     """What the figures rest on, a sentence each."""
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the report in the format that the name ends in; see `save.save` and docs/reports.md."""
+        from .save import save
+
+        save(self, Path(path))
+
+    def plot(self, axes: "Axes | None" = None) -> "Figure":
+        """A matplotlib figure of memory over the step; see `figure.plot`."""
+        from .figure import plot
+
+        return plot(self, axes)
+
+    def __str__(self) -> str:
+        """The report on one screen."""
+        from .text import to_text
+
+        return to_text(self)
+
+    def _repr_html_(self) -> str:
+        """The page, in a frame of a notebook."""
+        from .html import to_html
+
+        page = escape(to_html(self), quote=True)
+        return f'<iframe srcdoc="{page}" style="width:100%;height:720px;border:0"></iframe>'
 
     def to_json(self) -> str:
         """The report as JSON text."""

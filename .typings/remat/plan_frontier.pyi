@@ -1,0 +1,1 @@
+from api.plan_frontier import *

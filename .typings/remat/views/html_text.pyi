@@ -1,0 +1,1 @@
+from api.views.html_text import *
