@@ -5,6 +5,7 @@ Results go to standard output, all else (progress, warnings, where files are) to
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -16,7 +17,7 @@ from remat.ir import InfeasibleBudgetError, RematError
 from .cli_files import add_compare, add_diff, add_report
 from .cli_model import add_analyze, add_frontier, add_plan
 from .cli_target import UsageError
-from .launch import INFEASIBLE, USAGE, add_run
+from .launch import INFEASIBLE, USAGE, add_run, run
 
 EXAMPLES = """\
 examples:
@@ -55,18 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["doctor"]:  # has a parser of its own, which needs torch
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         from .doctor import main as doctor
 
         return doctor(given[1:])
     arguments = parser().parse_args(given)
+    if arguments.command is not run:  # a script's environment is its own
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler logs each start and stop
     try:
         status: int = arguments.command(arguments)
     except InfeasibleBudgetError as error:
         return _failed(error, INFEASIBLE)
     except UsageError as error:
         return _failed(error, USAGE)
+    except BrokenPipeError:  # whoever reads has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (RematError, ValueError, TypeError, OSError) as error:
-        if arguments.command.__module__ == add_run.__module__:
+        if arguments.command is run:
             raise  # the script's own
         return _failed(error, 1)
     return status

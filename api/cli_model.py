@@ -102,6 +102,9 @@ def add_frontier(commands: Any) -> None:
 
 def analyze(arguments: argparse.Namespace) -> int:
     """Print what a step takes."""
+    sizes, given = _sizes(arguments.at), _given(arguments)
+    if arguments.largest and "budget_gb" not in given:
+        raise UsageError("--largest needs --budget-gb")
     from .analysis import analyze as analyzed
 
     example = example_of(arguments)
@@ -116,8 +119,6 @@ def analyze(arguments: argparse.Namespace) -> int:
         accumulation_steps=arguments.accumulation_steps,
         outputs_held=arguments.hold_outputs,
     )
-    sizes = _sizes(arguments.at)
-    given = _given(arguments)
     if folder := given.get("report_dir"):
         _save(report.step_report(step="steady", **sizes), folder)
     if arguments.json:
@@ -125,8 +126,6 @@ def analyze(arguments: argparse.Namespace) -> int:
         return 0
     print(_analysis_text(report, sizes))
     if arguments.largest:
-        if "budget_gb" not in given:
-            raise UsageError("--largest needs --budget-gb")
         largest = report.largest(
             arguments.largest, given["budget_gb"], checkpointing=False, **sizes
         )
@@ -147,14 +146,14 @@ def _analysis_text(report: "MemoryReport", sizes: dict[str, int]) -> str:
 
 def plan(arguments: argparse.Namespace) -> int:
     """Print a plan."""
+    given = _given(arguments)
+    if "budget_gb" not in given:
+        raise UsageError("a budget is needed: --budget-gb 20, --budget 80%")
     from .plan_frontier import plan_frontier
     from .progress import progress
     from .step_reports import report_of_plan
     from .views.text import to_text
 
-    given = _given(arguments)
-    if "budget_gb" not in given:
-        raise UsageError("a budget is needed: --budget-gb 20, --budget 80%")
     remat = _planned(arguments, given)
     planned = remat.planned
     assert planned is not None

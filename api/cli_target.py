@@ -118,9 +118,9 @@ def example_of(arguments: argparse.Namespace) -> "Example":
     Raises:
         UsageError: they cannot be read.
     """
+    inputs = [_input(text) for text in arguments.input]
     import torch
 
-    inputs = [_input(text) for text in arguments.input]
     with building(arguments):
         example = _model(arguments.target)
         given = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in inputs}
@@ -169,18 +169,20 @@ def dynamic_of(arguments: argparse.Namespace) -> dict[str, dict[int, str]] | Non
 
 
 def _input(text: str) -> "tuple[str, list[int], torch.dtype]":
-    import torch
-
     name, equals, rest = text.partition("=")
     shape, _, kind = rest.partition(":")
-    dtype = getattr(torch, TYPES.get(kind, kind or "float32"), None)
     dims = shape.lower().split("x") if shape else []
-    if not equals or not name.isidentifier() or not isinstance(dtype, torch.dtype):
+    if not equals or not name.isidentifier():
         raise UsageError(f"--input {text}: it should be like input_ids=4x256:int64")
     if not all(dim.isdigit() and int(dim) for dim in dims):
         raise UsageError(
             f"--input {text}: {shape!r} is no shape; write 4x256, or nothing for a scalar"
         )
+    import torch
+
+    dtype = getattr(torch, TYPES.get(kind, kind or "float32"), None)
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"--input {text}: {kind!r} is no type; write int64, float32, bf16, bool")
     return name, [int(dim) for dim in dims], dtype
 
 

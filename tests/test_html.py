@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -25,9 +25,6 @@ from remat.views.step_report import (
     StepReport,
     Timeline,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def unpacked(page: str) -> dict[str, Any]:
@@ -107,12 +104,24 @@ def test_the_policy_lets_exactly_this_script_and_style_run() -> None:
 
 
 MACHADO = {
-    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
-    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
-}  # fmt: skip
-"""Machado, Oliveira, Fernandes, "A physiologically-based model for simulation of color vision deficiency", IEEE
-TVCG 15, 2009, table 1, severity 1.0; linear RGB."""
+    "protanopia": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "deuteranopia": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.011820, 0.042940, 0.968881),
+    ),
+    "tritanopia": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.303900),
+    ),
+}
+"""Machado, Oliveira, Fernandes, "A physiologically-based model for simulation of color vision deficiency"
+(2009), table 1, severity 1.0; linear RGB."""
 XYZ = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
 """Of linear sRGB (IEC 61966-2-1)."""
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 HOSTILE = "</script><img src=x onerror=\"alert('run')\"><!--<script>&amp;'\"]]>`${alert(1)}"
-ONCE = settings(
+FEW = settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
@@ -141,15 +141,20 @@ def test_keys_move_the_instant(show: Any) -> None:
 
 
 @given(timelines())
-@ONCE
+@FEW
 def test_any_step_is_shown(show: Any, timeline: Timeline) -> None:
     page = show(report_of(timeline, baseline=timeline, budget_bytes=1000))
     assert page.locator("body").get_attribute("data-ready") == "true"
     assert int(number(page.locator('[data-figure="peak"]'))) == timeline.peak
-    if timeline.ops:
-        assert_lists_what_is_alive(page, timeline, timeline.peak_instant)
-    else:
+    if not timeline.ops:
         assert page.locator("#memory").is_hidden()
+        return
+    assert_lists_what_is_alive(page, timeline, timeline.peak_instant)
+    page.locator("#memory-chart").press("Home")
+    for instant in range(len(timeline.ops)):
+        headless.settle(page)
+        assert_lists_what_is_alive(page, timeline, instant)
+        page.locator("#memory-chart").press("ArrowRight")
 
 
 def test_areas_are_as_high_as_the_bytes(show: Any) -> None:
@@ -182,7 +187,9 @@ def test_areas_are_as_high_as_the_bytes(show: Any) -> None:
           });
         }"""
     )
-    pixel = columns[0]["parameter"] / 100
+    marker, chart = page.locator("#peak-marker"), page.locator("#memory-chart").bounding_box()
+    top = float(marker.evaluate("each => parseFloat(each.style.top)"))
+    pixel = (chart["height"] - 26 - top) / timeline.peak
     for instant, column in enumerate(columns):
         for role in ("parameter", "gradient", "activation"):
             expected = timeline.by_role[role][instant] * pixel
@@ -282,6 +289,26 @@ def test_live_ranges_are_sorted(show: Any) -> None:
     page.locator("#ranges-sort").get_by_role("button", name="Bytes", exact=True).click()
     most = [int(row[1]) for row in listed(page, "#ranges-grid")]
     assert most == sorted(most, reverse=True)
+
+
+def test_what_is_computed_again_is_in_the_row_of_the_value(show: Any) -> None:
+    ops = [replace(op(f"op_{i}"), repeated=i == 3) for i in range(5)]
+    held = (
+        replace(tensor("x", 8, 0, 1), module="a.0"),
+        replace(tensor("x_again", 8, 3, 4), module="a.0"),
+        replace(tensor("y", 9, 2, 4), module="b.0"),
+    )
+    page = show(report_of(Timeline("planned", tuple(ops), held)))
+    page.get_by_role("button", name="Birth").click()
+    grid = page.locator("#ranges-grid")
+    grid.focus()
+    grid.press("Home")
+    grid.press("ArrowRight")
+    assert [row[0] for row in listed(page, "#ranges-grid")] == ["a.*", "x", "b.*"]
+    grid.press("ArrowDown")
+    text = page.locator("#ranges-detail").inner_text()
+    assert "from op 0 to op 1" in text
+    assert "from op 3 to op 4" in text
 
 
 def test_the_table_filters_folds_and_opens(show: Any) -> None:
@@ -445,4 +472,7 @@ def test_of_ten_thousand_tensors_only_what_is_visible_exists(show: Any) -> None:
         )
         names = [name for _, name in shown]
         assert (names[:5] if key == "Home" else names[-5:]) == [t.name for t in expected]
+    for _ in range(30):
+        grid.press("PageUp")
+    headless.settle(page)
     assert page.locator(".row").count() < 200

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.cuda import _memory_viz
-from viewed import small_reports, timelines
+from viewed import op, small_reports, tensor, timelines
 
 from remat.views.allocations import BLOCK, Event, allocations, events, place, rounded
 from remat.views.snapshot import to_snapshot, write_snapshot
@@ -147,6 +147,16 @@ def test_blocks_fill_their_segment(timeline: Timeline) -> None:
             assert block["address"] == at
             at += block["size"]
         assert at == segment["address"] + segment["total_size"]
+
+
+def test_an_op_frees_its_scratch_before_its_operands() -> None:
+    held = (tensor("a", 10, -1, 0), tensor("b", 20, 0, 1), tensor("c", 30, 0, 0))
+    timeline = Timeline("eager", (op("x", scratch=40), op("y")), held)
+    (trace,) = to_snapshot(timeline)["device_traces"]
+    assert [(action, size) for action, _, size in merged(trace)] == [
+        *(("alloc", 20), ("alloc", 30), ("alloc", 40)),
+        *(("free", 40), ("free", 10), ("free", 30), ("free", 20)),
+    ]
 
 
 calls = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 30)), max_size=40)

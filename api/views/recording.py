@@ -142,7 +142,7 @@ def _follow(
     made: list[tuple[int, dict[str, Any]]] = []  # event number and event
     deaths: dict[int, int] = {}  # event number of the allocation -> of its free
     live: dict[int, int] = {}  # address -> event number
-    requested: set[int] = set()  # addresses whose free is to be completed
+    requested: set[int] = set()  # addresses whose free was asked for since they were allocated
     for number, event in enumerate(trace):
         action = event["action"]
         if action == "alloc":
@@ -154,7 +154,6 @@ def _follow(
         elif action in _FREES:
             address = event["addr"]
             if action == "free_completed" and address in requested:
-                requested.remove(address)
                 continue
             if action == "free_requested":
                 requested.add(address)

@@ -22,7 +22,7 @@ def _text(written: Callable[[StepReport], str]) -> Writer:
 
 
 def _figure(report: StepReport, path: Path) -> None:
-    plot(report).savefig(path, bbox_inches="tight", dpi=200)
+    plot(report).savefig(path, dpi=200)
 
 
 WRITERS: Mapping[str, Writer] = {

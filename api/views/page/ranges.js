@@ -90,7 +90,7 @@ function rangesView(step, axis) {
       return true;
     },
     clicked(index, event) {
-      const x = event.clientX - host.getBoundingClientRect().left - painter.left();
+      const x = painter.place(event);
       if (x < 0) return false;
       axis.choose(painter.instantAt(x));
       showLine(lines[index]);
@@ -117,11 +117,10 @@ function rangesView(step, axis) {
   axis.listen(() => {
     if (axis.timed !== timed) sort();
     timed = axis.timed;
-    if (painter.stale()) list.draw();
-    painter.placeCursor();
+    if (painter.state.stamp === axis.stamp()) painter.placeCursor();
+    else list.draw();
   });
-  zoomByWheel(host, axis, (event) =>
-    axis.value(event.clientX - host.getBoundingClientRect().left - painter.left(), painter.width()));
+  zoomByWheel(host, axis, (event) => axis.value(painter.place(event), painter.state.width));
   sort();
   return list.draw;
 }

@@ -3,42 +3,42 @@
 function rangesPainter(step, axis, host, groups) {
   const canvas = host.querySelector("canvas");
   const cursor = host.querySelector(".cursor");
-  const left = () => canvas.offsetLeft;
-  const width = () => host.clientWidth - left();
-  const stamp = () => [axis.stamp(), width()].join();
-  const state = { fullest: [], stamp: "" };
+  const state = { fullest: [], stamp: "", left: 0, width: 0, height: 0 }; // of the last drawing
   const most = Math.max(...groups.map((group) => group.most), 1);
   const placeCursor = () => {
-    const x = axis.x(axis.middle(axis.instant), width());
-    cursor.hidden = x < 0 || x > width();
-    cursor.style.left = `${left() + x - 0.75}px`;
-    cursor.style.height = `${host.clientHeight - 28}px`;
+    const x = axis.x(axis.middle(axis.instant), state.width);
+    cursor.hidden = x < 0 || x > state.width;
+    cursor.style.left = `${state.left + x - 0.75}px`;
+    cursor.style.height = `${state.height - 28}px`;
   };
   const draw = (lines, first, past, size) => {
-    if (width() <= 0) return; // not laid out
-    if (state.stamp !== stamp()) {
-      state.stamp = stamp();
-      state.fullest = columns(axis, step.total, width());
+    const [left, height] = [canvas.offsetLeft, host.clientHeight];
+    const width = host.clientWidth - left;
+    if (width <= 0) return; // not laid out
+    if (state.stamp !== axis.stamp() || state.width !== width) {
       for (const group of groups) group.paths = null;
+      const fullest = columns(axis, step.total, width);
+      Object.assign(state, { stamp: axis.stamp(), fullest, left, width });
     }
-    const context = sharp(canvas, width(), host.clientHeight);
+    state.height = height;
+    const context = sharp(canvas, width, height);
     const top = host.querySelector(".head").offsetHeight;
     context.save();
     context.beginPath();
-    context.rect(0, top, width(), host.clientHeight);
+    context.rect(0, top, width, height);
     context.clip();
     for (let i = first; i < past; i++) {
       const y = top + i * size - host.scrollTop;
       const { group, row } = lines[i];
-      if (row) drawPieces(context, { step, axis, width: width() }, row.pieces, y, size);
-      else drawGroup(context, { step, axis, width: width(), most }, group, y, size);
+      if (row) drawPieces(context, { step, axis, width }, row.pieces, y, size);
+      else drawGroup(context, { step, axis, width, most }, group, y, size);
     }
     context.restore();
-    drawRangesFrame(context, { step, axis, width: width(), height: host.clientHeight, top });
+    drawRangesFrame(context, { step, axis, width, height, top });
     placeCursor();
   };
-  const stale = () => state.stamp !== stamp();
-  return { left, width, stale, placeCursor, draw, instantAt: (x) => instantAt(state, x) };
+  const place = (event) => event.clientX - host.getBoundingClientRect().left - state.left;
+  return { state, place, placeCursor, draw, instantAt: (x) => instantAt(state, x) };
 }
 
 function drawGroup(context, { step, axis, width, most }, group, y, size) {

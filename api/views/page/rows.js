@@ -9,7 +9,7 @@ function virtualRows(host, list) {
   const height = () => parseFloat(getComputedStyle(host).getPropertyValue("--row"));
   const head = () => body.offsetTop;
 
-  const make = (index) => {
+  const make = (index, size) => {
     const row = element("div", {
       role: "row",
       class: "row",
@@ -18,8 +18,7 @@ function virtualRows(host, list) {
       ...list.aria(index),
     }, ...list.cells(index));
     row.addEventListener("click", (event) => choose(index, event));
-    row.style.top = `${index * height()}px`;
-    body.append(row);
+    row.style.top = `${index * size}px`;
     return row;
   };
 
@@ -32,7 +31,13 @@ function virtualRows(host, list) {
       row.remove();
       rows.delete(index);
     }
-    for (let i = first; i < past; i++) if (!rows.has(i)) rows.set(i, make(i));
+    const fresh = [];
+    for (let i = first; i < past; i++) {
+      if (rows.has(i)) continue;
+      rows.set(i, make(i, size));
+      fresh.push(rows.get(i));
+    }
+    body.append(...fresh);
     for (const [index, row] of rows) row.classList.toggle("active", index === active);
     if (rows.has(active)) host.setAttribute("aria-activedescendant", `${host.id}-${active}`);
     else host.removeAttribute("aria-activedescendant");
