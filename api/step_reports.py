@@ -1,7 +1,7 @@
 """Step reports: of a plan and of an analysis, from the traces that they rest on."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import sympy
 
 from remat.ir import Graph, Op, OutputKind, Phase, Role, Trace
-from remat.passes import Emitted, Plan
+from remat.passes import Emitted, Plan, planned_for_cuda
 from remat.passes.formula_text import to_latex, to_text
 
 from .explain import rests_on
@@ -53,7 +53,7 @@ def report_of_plan(planned: Planned, frontier: tuple[Point, ...] = ()) -> StepRe
     timeline = _planned_timeline(planned) if planned.emitted else _eager_timeline(eager)
     return StepReport(
         model=type(request.module).__name__,
-        device=plan.device,
+        device=_target(planned),
         sizes=dict(plan.sizes),
         optimizer=plan.optimizer,
         loss=plan.loss,
@@ -66,6 +66,13 @@ def report_of_plan(planned: Planned, frontier: tuple[Point, ...] = ()) -> StepRe
         frontier=frontier,
         notes=tuple(line.strip() for line in rests_on(plan)),
     )
+
+
+def _target(planned: Planned) -> str:
+    """The device that the plan is for; a GPU need not be at hand."""
+    request = planned.request
+    absent = planned_for_cuda(request.module, request.cost_model)
+    return request.cost_model if absent else planned.plan.device
 
 
 def report_of_analysis(
@@ -145,7 +152,8 @@ def _eager_timeline(trace: Trace) -> Timeline:
             return "", ""
         return _EAGER.get(block.role, ("", ""))
 
-    return _timeline("eager", trace, {}, {}, [decided(i) for i in range(len(trace.blocks))])
+    times = [0] * len(trace.instants)
+    return _timeline("eager", trace, {}, times, [decided(i) for i in range(len(trace.blocks))])
 
 
 def _planned_timeline(planned: Planned) -> Timeline:
@@ -154,7 +162,14 @@ def _planned_timeline(planned: Planned) -> Timeline:
     origins = emitted.rewritten.origins()
     original = planned.prepared.graph
     found = op_times(planned.prepared, planned.request.cost_model)
-    times = {op.name: time for op, time in zip(original.ops, found, strict=True)}
+    known = {op.name: time for op, time in zip(original.ops, found, strict=True)}
+    times = [known.get(origins.get(op.name, op.name), 0) for op in emitted.graph.ops]
+    border, loss = emitted.graph.border, planned.prepared.loss
+    between = [0] * (
+        len(loss.trace.instants) if loss else 1
+    )  # the loss stands where the border is
+    times = [*times[:border], *between, *times[border + 1 :]]
+    times += [0] * (len(planned.trace.instants) - len(times))  # the optimizer step
     decisions = _decisions(emitted, original, origins, planned.plan)
     return _timeline("planned", planned.trace, origins, times, decisions, _names(planned))
 
@@ -183,7 +198,7 @@ def _timeline(
     program: str,
     trace: Trace,
     origins: Mapping[str, str],
-    times: Mapping[str, int],
+    times: Sequence[int],
     decisions: list[Decision],
     names: Mapping[int, str] = MappingProxyType({}),
 ) -> Timeline:
@@ -193,26 +208,22 @@ def _timeline(
         program: "planned" or "eager".
         trace: the step.
         origins: name of every repetition -> name of the op that it repeats.
-        times: name of an op -> predicted time, nanoseconds.
+        times: predicted for each instant, nanoseconds; 0 if unknown.
         decisions: for the first blocks of the trace; the others have none.
         names: of blocks by number, where the trace has others.
     """
-
-    def time_of(name: str) -> int:
-        return times.get(origins.get(name, name), 0)
-
     ops = tuple(
         ExecutedOp(
             name=i.name,
             target=i.target,
             phase=i.phase.value,
             repeated=i.name in origins,
-            time_ns=time_of(i.name),
+            time_ns=time,
             scratch=int(i.scratch),
             module=i.module,
             source=i.source,
         )
-        for i in trace.instants
+        for i, time in zip(trace.instants, times, strict=True)
     )
     tensors = []
     for number, block in enumerate(trace.blocks):
@@ -232,7 +243,7 @@ def _timeline(
                 source=maker.source if maker else "",
                 decision=decision,
                 reason=reason,
-                recompute_ns=time_of(maker.name) if maker and decision else 0,
+                recompute_ns=times[block.birth] if maker and decision else 0,
             )
         )
     return Timeline(program, ops, tuple(tensors))

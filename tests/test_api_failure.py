@@ -1,7 +1,6 @@
 """What cannot be planned trains on in eager, with one warning that says why; never counted as planned."""
 
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
