@@ -151,7 +151,6 @@ def plan(arguments: argparse.Namespace) -> int:
         raise UsageError("a budget is needed: --budget-gb 20, --budget 80%")
     from .plan_frontier import plan_frontier
     from .progress import progress
-    from .step_reports import report_of_plan
     from .views.text import to_text
 
     remat = _planned(arguments, given)
@@ -161,7 +160,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if folder := given.get("report_dir"):
         with progress() as told:
             points = plan_frontier(planned, time_limit_s=_POINT_S, report=told)
-    report = report_of_plan(planned, points)
+    report = remat.report(points)
     if folder:
         _save(report, folder)
     print(

@@ -46,7 +46,7 @@ from .step_reports import report_of_plan
 from .stepping import Stepping
 from .verified_step import run_verified
 from .verify import Verification
-from .views.step_report import StepReport
+from .views.step_report import Point, StepReport
 from .wrappers import refuse_sharded
 
 _numbers = itertools.count()
@@ -133,15 +133,20 @@ class Remat:
             return "No plan yet: it is made on the first training call."
         return explain(self.entry.planned, self.stats)
 
-    def report(self) -> StepReport:
+    def report(self, frontier: tuple[Point, ...] = ()) -> StepReport:
         """The plan in use, op by op and tensor by tensor, beside the eager step: to be seen and saved.
+
+        Args:
+            frontier: plans at other budgets, to be shown too; `plan_frontier` makes them.
 
         Raises:
             GuardError: there is no plan.
         """
-        if self.entry is None:
+        model = self.owner()
+        if self.entry is None or model is None:
             raise GuardError("there is no plan yet: it is made on the first training call")
-        return report_of_plan(self.entry.planned)
+        with self.original_runs(model):  # of a plan from the cache, the eager step is followed now
+            return report_of_plan(self.entry.planned, frontier)
 
     def peak_at(self, **sizes: int) -> int:
         """Peak of the plan in use at other sizes, bytes, with what kernels take there measured.

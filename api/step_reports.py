@@ -49,7 +49,8 @@ def report_of_plan(planned: Planned, frontier: tuple[Point, ...] = ()) -> StepRe
         frontier: plans at other budgets.
     """
     plan, request = planned.plan, planned.request
-    eager = planned.baseline or eager_of(request, planned.around)
+    eager = planned.trace if plan.is_eager else planned.baseline
+    eager = eager or eager_of(request, planned.around)
     timeline = _planned_timeline(planned) if planned.emitted else _eager_timeline(eager)
     return StepReport(
         model=type(request.module).__name__,
@@ -264,6 +265,9 @@ def _decisions(
     originals = {op.name: op for op in original.ops}
     again = set(origins.values())
     readers = _first_readers(graph)
+    # What backward finds in a storage is what was written there last.
+    forward = graph.ops[:border]
+    writers = {s: op for op in forward for s in (*op.allocates, *op.overwrites)}
     decisions: list[Decision] = [("", "")] * len(graph.storages)
     for number, op in enumerate(graph.ops):
         if number == border:
@@ -274,9 +278,10 @@ def _decisions(
                 text = f"made again for {reader.name}" if reader else "made again"
                 decisions[storage] = RECOMPUTED, text
             elif number < border:
-                reader = readers.get(storage)
+                last = writers[storage]
+                repeated = last.name in again
                 decisions[storage] = _decided(
-                    op, originals.get(op.name), op.name in again, reader, origins, plan
+                    originals.get(last.name), repeated, readers.get(storage), origins, plan
                 )
     return decisions
 
@@ -294,7 +299,6 @@ def _first_readers(graph: Graph) -> dict[int, Op]:
 
 
 def _decided(
-    op: Op,
     original: Op | None,
     repeated: bool,
     reader: Op | None,
@@ -304,8 +308,7 @@ def _decided(
     """What becomes of what an op of forward writes.
 
     Args:
-        op: its first execution.
-        original: the same before rewriting; None for ops that only plans have.
+        original: the op before rewriting; None for one that only plans have.
         repeated: it is executed again.
         reader: first op of backward that reads the first execution's result.
         origins: repetitions, and what they repeat.
