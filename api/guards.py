@@ -243,7 +243,7 @@ class Guard:
         """How many things are compared at every call."""
         state = self.state
         hooks = len(state.quiet) + len(state.hooked)
-        return len(self.arguments) + len(self.places) + len(state.values) + len(state.tied) + hooks
+        return len(self.arguments) + len(self.places) + len(state.names) + len(state.tied) + hooks
 
     def primals(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Inputs of the graph, in order."""

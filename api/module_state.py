@@ -9,7 +9,8 @@ Not noticed: changes inside lists, dicts and other objects that a module refers 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import is_, itemgetter
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -46,8 +47,10 @@ class ModuleState:
 
     readers: tuple[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]], ...]
     """Each reads the watched attributes of one module, or its submodules."""
-    values: list[Any]
-    """What they read then, one after the other."""
+    values: list[tuple[Any, ...]]
+    """What each read then."""
+    tensors: tuple[tuple[Mapping[str, Any], str, torch.Tensor], ...]
+    """Tensors among these, with their places: one that is equal is another one all the same."""
     names: tuple[str, ...]
     tables: tuple[Mapping[str, Any], ...]
     """Attributes of each module."""
@@ -67,11 +70,13 @@ class ModuleState:
     def change(self) -> Outside | None:
         """What has changed; None if nothing has."""
         try:
-            present = [value for read, holder in self.readers for value in read(holder)]
+            present = [read(holder) for read, holder in self.readers]
         except KeyError as error:
             return Outside(f"attribute {error} has been removed")
-        if not all(map(is_, present, self.values)):
-            for now, value, name in zip(present, self.values, self.names, strict=True):
+        same = all([holder[key] is tensor for holder, key, tensor in self.tensors])
+        if not (same and _all_equal(present, self.values)):
+            flat = zip(chain(*present), chain(*self.values), self.names, strict=True)
+            for now, value, name in flat:
                 if found := _changed(name, now, value):
                     return found
         if any([holder.get(key) is not first.get(k) for holder, key, first, k in self.tied]):
@@ -108,12 +113,14 @@ class ModuleState:
 def module_state(model: nn.Module) -> ModuleState:
     """The present state of a model."""
     readers: list[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]]] = []
+    tensors: list[tuple[Mapping[str, Any], str, torch.Tensor]] = []
     names: list[str] = []
     modules = dict(model.named_modules())
     for path, module in modules.items():
         own, children = vars(module), vars(module)["_modules"]
         computed = _computed(module)
         watched = [k for k in own if _is_watched(k, root=module is model) and k not in computed]
+        tensors += [(own, k, own[k]) for k in watched if isinstance(own[k], torch.Tensor)]
         for table, keys in ((own, watched), (children, list(children))):
             if keys:
                 keys += keys[:1] if len(keys) == 1 else []  # else it would not be a tuple
@@ -124,7 +131,8 @@ def module_state(model: nn.Module) -> ModuleState:
     ]
     return ModuleState(
         readers=tuple(readers),
-        values=[value for read, holder in readers for value in read(holder)],
+        values=[read(holder) for read, holder in readers],
+        tensors=tuple(tensors),
         names=tuple(names),
         tables=tuple(map(vars, modules.values())),
         paths=tuple(modules),
@@ -136,6 +144,14 @@ def module_state(model: nn.Module) -> ModuleState:
         quiet=tuple(held for held in hooks if not held),
         hooked=tuple((held, tuple(held)) for held in hooks if held),
     )
+
+
+def _all_equal(these: list[tuple[Any, ...]], those: list[tuple[Any, ...]]) -> bool:
+    """Equal, or the very same; False if users compare in their own way, and it fails."""
+    try:
+        return these == those
+    except Exception:  # arrays
+        return False
 
 
 def _is_pure(hook: object) -> bool:
