@@ -10,7 +10,6 @@ class, and nothing else of it moves.
 
 import contextlib
 import copy
-import copyreg
 import functools
 import inspect
 import weakref
@@ -193,9 +192,9 @@ def _reduce(model: nn.Module, protocol: int) -> Any:
     """Pickle as the user's own class, so that a checkpoint loads where remat is not installed."""
     plain = _plain(model)
     reduced: Any = plain.__reduce_ex__(protocol)
-    if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # only for an object of that very class
-        made = copyreg._reconstructor, (type(plain), object, None)  # type: ignore[attr-defined]
-        reduced = (*made, *reduced[2:])
+    new, given = reduced[:2]
+    if new.__name__ in ("__newobj__", "__newobj_ex__"):  # which want an object of that very class
+        reduced = (functools.partial(new, *given), (), *reduced[2:])
     return reduced
 
 

@@ -173,7 +173,7 @@ class Launched:
         except (
             Exception
         ) as error:  # the eager step may be followed once more, which runs the user's code
-            say(f"the report of {found.name} could not be written: {error}")
+            say(f"no report of {found.name}: {type(error).__name__}: {error}")
 
     def _failed(self, found: Found, error: Exception) -> None:
         found.failure = f"{type(error).__name__}: {error}"

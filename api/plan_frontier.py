@@ -1,16 +1,18 @@
 """Overhead against budget: the same captured step, solved at budgets from its least peak to eager's.
 
-The order of first executions is that of the plan. Schedules are evaluated, not written out, so a point takes
-a solve and nothing else; of several forwards that are outstanding, what the others leave is not counted.
+At each budget the order of first executions is chosen as for a plan. Schedules are evaluated, not written
+out, so a point takes a solve and nothing else.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
-from remat.solvers import Limits, least_peak, solve_windows
+from remat.passes import Index, Prepared
+from remat.solvers import Limits, Problem, Solution, solve_windows
 
+from .orders import arranged, choose, least_of
 from .planned import Planned, step_of
-from .planner import op_times, peak_of_optimizer
+from .planner import peak_of_optimizer, times_of
 from .views.step_report import Point
 
 
@@ -27,25 +29,43 @@ def plan_frontier(
         count: of budgets, at least 2.
         time_limit_s: of each point.
         report: called with the number of each point as it begins.
+
+    Raises:
+        ValueError: fewer than two budgets, or several forwards are outstanding: what the others leave
+            depends on the plan.
     """
+    request, prepared = planned.request, planned.prepared
     if count < 2:
         raise ValueError(f"count must be at least 2, not {count}")
-    request, plan = planned.request, planned.plan
-    step = step_of(request, planned.prepared, planned.around)
-    arranged = planned.emitted.prepared if planned.emitted else planned.prepared
-    found = op_times(planned.prepared, request.cost_model)
-    times = {op.name: t for op, t in zip(planned.prepared.graph.ops, found, strict=True)}
-    costs = [times.get(op.name, 0) for op in arranged.graph.ops]
-    problem, _ = step.formulate(arranged, costs, request.patterns)
+    if request.protocol.forwards_outstanding > 1:
+        raise ValueError("budgets are compared for one forward: forwards_outstanding must be 1")
+    step = step_of(request, prepared, planned.around)
+    times = times_of(planned)
+    by_name = {op.name: t for op, t in zip(prepared.graph.ops, times, strict=True)}
+
+    def formulated(ordered: Prepared) -> tuple[Problem, Index]:
+        costs = [by_name.get(op.name, 0) for op in ordered.graph.ops]
+        return step.formulate(ordered, costs, request.patterns)
+
     limits, least_step = Limits(time_limit_s, request.limits.gap), peak_of_optimizer(step)
-    least = least_peak(problem, limits)
-    low, high = max(least.peak, least_step), max(plan.baseline_peak_bytes, least.peak)
-    base = max(1, sum(found))
-    points = []
+    report("frontier: least peak")
+    candidates = arranged(prepared, formulated, limits)
+    low = max(least_of(candidates).least.peak, least_step)
+    high = max(planned.plan.baseline_peak_bytes, low)
+    base = max(1, sum(times))
+    points: list[Point] = []
+    solutions: list[Solution] = []
     for number in range(count):
         report(f"frontier: {number + 1} of {count}")
         budget = low + (high - low) * number // (count - 1)
-        solution = solve_windows(replace(problem, budget=budget), limits, start=least.schedule)
+        within = [replace(c, problem=replace(c.problem, budget=budget)) for c in candidates]
+        chosen = choose(within)
+        solution = solve_windows(chosen.problem, limits, start=chosen.least.schedule)
+        if (
+            solutions and solution.cost > solutions[-1].cost
+        ):  # what fits a smaller budget fits this one
+            solution = replace(solutions[-1], bound=solution.bound)
+        solutions.append(solution)
         points.append(
             Point(
                 budget_bytes=budget,

@@ -53,6 +53,8 @@ class Planned:
     """The eager step with symbolic sizes, if the plan runs it and sizes are dynamic."""
     baseline: Trace | None = None
     """The eager step; None if the plan is from the cache, so that it was not followed."""
+    times: tuple[int, ...] = ()
+    """Predicted time of every op of the captured graph, nanoseconds; empty if the plan is from the cache."""
     from_file: bool = False
     """The plan was found in the cache."""
 

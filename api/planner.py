@@ -135,7 +135,7 @@ def _new_plan(step: Step, clock: Clock, known: Plan | None) -> Planned:
     figures = _Figures(step, baseline, beforehand, least_bytes, bound_bytes, sum(times))
     if request.budget >= baseline and not only_planned:
         clock.begin("")
-        return _eager_plan(figures, eager, clock, known)
+        return replace(_eager_plan(figures, eager, clock, known), times=tuple(times))
     if request.budget < least_bytes and again:  # it fits no more with all that is beside the step
         return _new_plan(step, clock, None)
     if request.budget < least_bytes:
@@ -162,7 +162,8 @@ def _new_plan(step: Step, clock: Clock, known: Plan | None) -> Planned:
         )
     made = runnable(step, plan, best, clock.seconds)
     symbolic = symbolic_step(best, made.domain).trace if made.domain.symbols else None
-    made = replace(made, plan=_with_sizes(plan, made.domain, symbolic, others), baseline=eager)
+    plan = _with_sizes(plan, made.domain, symbolic, others)
+    made = replace(made, plan=plan, baseline=eager, times=tuple(times))
     clock.begin("")
     return made
 
@@ -230,6 +231,11 @@ def peak_of_optimizer(step: Step) -> int:
     ranges = live_ranges(graph, holders(graph, step.request.protocol, {}))
     found = profile(whole_step(planned_trace(graph, ranges), around.blocks, around.optimizer))
     return max(found.bytes[len(graph.ops) :], default=0)
+
+
+def times_of(planned: Planned) -> Sequence[int]:
+    """Time of every op of the captured graph as the plan was made with, nanoseconds."""
+    return planned.times or op_times(planned.prepared, planned.request.cost_model)
 
 
 def op_times(prepared: Prepared, cost_model: str) -> list[int]:

@@ -89,6 +89,12 @@ def test_decisions_are_the_plans(made: Made) -> None:
     assert sorted(t.name for t in made_again) == sorted(t.name for t in plan.recomputed)
     assert all(t.decision == RECOMPUTED for t in made_again)
     assert all(t.reason for t in timeline.tensors if t.decision)
+    named = {op.name.partition("_again")[0] for op in timeline.ops if op.repeated}
+    executed = {op.name: i for i, op in enumerate(timeline.ops)}
+    for name in named:  # what is made again was decided to be, or is kept for a while
+        makes = [t for t in timeline.tensors if t.birth == executed[name] and t.bytes]
+        again = "made again" in " ".join(t.reason for t in makes)
+        assert again or timeline.ops[executed[name]].phase != "forward" or not makes
     for tensor in timeline.tensors:
         if tensor.decision == SAVED:
             assert tensor.death >= border
@@ -101,9 +107,25 @@ def test_names_are_the_users(made: Made) -> None:
     parameters = {name: p.nbytes for name, p in remat.owner().named_parameters()}
     held = {t.name: t.bytes for t in report.timeline.tensors if t.role == "parameter"}
     assert held == parameters
-    gradients = {t.name for t in report.timeline.tensors if t.role == "gradient"}
+    tensors = report.timeline.tensors
+    written_over = {tensor.over for tensor in tensors}
+    last = [t for number, t in enumerate(tensors) if number not in written_over]
+    gradients = {t.name for t in last if t.role == "gradient"}
     assert gradients <= {f"{name}.grad" for name in parameters}
     assert len(gradients) > len(parameters) // 2
+
+
+def test_results_that_share_a_storage_follow_each_other(made: Made) -> None:
+    remat, report, _ = made
+    tensors = report.timeline.tensors
+    later = [t for t in tensors if t.over >= 0]
+    for tensor in later:
+        before = tensors[tensor.over]
+        assert before.death + 1 == tensor.birth
+        assert before.bytes == tensor.bytes
+        assert before.role == tensor.role
+    over = {report.timeline.ops[t.birth].name for t in later}
+    assert over == set(remat.plan.reused)
 
 
 def test_json_gives_it_back(made: Made) -> None:

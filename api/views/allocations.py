@@ -7,6 +7,7 @@ Definitions.
     (2) At the end of an instant its scratch is freed, then the tensors that die at it, in the order of (1).
         So the bytes allocated are largest, within an instant, when its last allocation is made, and are
         then the timeline's.
+        A tensor that is written over another one is no allocation: the other's lives on under its name.
     (3) What is held at no instant, or is empty, is left out.
     (4) Addresses: best fit in one segment that grows. The smallest free block that is large enough, the
         lowest address among equals; what is left of it stays free; freed neighbours merge. Sizes are rounded
@@ -17,7 +18,7 @@ Not handled: the pools and segments of PyTorch's allocator; `remat.passes.alloca
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .step_report import SCRATCH, HeldTensor, Timeline
 
@@ -64,9 +65,10 @@ def rounded(size: int) -> int:
 def allocations(timeline: Timeline) -> tuple[Allocation, ...]:
     """Definitions (1) and (3)."""
     n = len(timeline.ops)
-    before = [_of_tensor(t, n) for t in timeline.tensors if t.birth < 0 and t.bytes]
+    storages = _storages(timeline)
+    before = [_of_tensor(t, n) for t in storages if t.birth < 0 and t.bytes]
     born: list[list[Allocation]] = [[] for _ in range(n)]
-    for tensor in timeline.tensors:
+    for tensor in storages:
         if 0 <= tensor.birth < n and tensor.bytes:
             born[tensor.birth].append(_of_tensor(tensor, n))
     for instant, op in enumerate(timeline.ops):
@@ -76,6 +78,19 @@ def allocations(timeline: Timeline) -> tuple[Allocation, ...]:
             born[instant].append(Allocation(*found, op.source))
     made = [*before, *(each for instant in born for each in instant)]
     return tuple(each for each in made if each.death >= max(each.birth, 0))
+
+
+def _storages(timeline: Timeline) -> list[HeldTensor]:
+    """Tensors with memory of their own, which lives until the last one that is written over it dies."""
+    deaths = [tensor.death for tensor in timeline.tensors]
+    for number in reversed(range(len(deaths))):  # a tensor is written over one before it
+        if (over := timeline.tensors[number].over) >= 0:
+            deaths[over] = deaths[number]
+    return [
+        replace(tensor, death=death)
+        for tensor, death in zip(timeline.tensors, deaths, strict=True)
+        if tensor.over < 0
+    ]
 
 
 def _of_tensor(tensor: HeldTensor, instants: int) -> Allocation:

@@ -1,7 +1,8 @@
 """Why one step peaks above another: the two peaks side by side, by role, by holder, by decision.
 
-Holders are those of `groups`, with types and shapes left out, so that the same layer at another size is the
-same holder. Each step is taken at its own peak.
+A *holder* is all tensors of one role that the same op makes in modules that differ in numbers only,
+whatever their sizes; what forward makes and what recomputation makes of it are one holder. Each step is
+taken at its own peak.
 """
 
 import json
@@ -9,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from remat.budget import in_units
+from remat.passes.composition import fold
 
-from .groups import Alike, alike, decisions
-from .step_report import RECOMPUTED, SAVED, StepReport
-from .text import at_peak, border_of, where
+from .step_report import HeldTensor, StepReport, Timeline
+from .text import at_peak, where
 from .units import shortened
 
 SHOWN = 10
@@ -81,11 +82,8 @@ class Difference:
 def diff(before: StepReport, after: StepReport) -> Difference:
     """Compare two steps at their peaks."""
     a, b = before.timeline, after.timeline
-    held = [_by_key(alike(t.alive(t.peak_instant))) for t in (a, b)]
-    made = [
-        _by_key(row for row in decisions(t, border_of(t)) if row.decision == RECOMPUTED)
-        for t in (a, b)
-    ]
+    held = [_held(t) for t in (a, b)]
+    made = [_recomputed(t) for t in (a, b)]
     return Difference(
         peak=Change("peak", a.peak, b.peak),
         resident=Change("before the step", a.resident, b.resident),
@@ -100,14 +98,37 @@ def diff(before: StepReport, after: StepReport) -> Difference:
     )
 
 
-def _by_key(rows: Iterable[Alike]) -> dict[str, int]:
-    """Bytes by what the tensors are, whatever their sizes."""
+def _held(timeline: Timeline) -> dict[str, int]:
+    """Bytes at the peak by holder."""
+    return _summed((_key(timeline, t), t.bytes) for t in timeline.alive(timeline.peak_instant))
+
+
+def _recomputed(timeline: Timeline) -> dict[str, int]:
+    """Bytes that repetitions make, by holder."""
+    again = (t for t in timeline.tensors if t.birth >= 0 and timeline.ops[t.birth].repeated)
+    return _summed((_key(timeline, t), t.bytes) for t in again if t.bytes)
+
+
+def _key(timeline: Timeline, tensor: HeldTensor) -> str:
+    """What a tensor is, under any plan and at any size.
+
+    Ops of backward go by their name: eager does not know which module they belong to.
+    """
+    if tensor.birth < 0 or tensor.role == "gradient":
+        return f"{tensor.role} {fold(tensor.name)}"
+    maker = timeline.ops[tensor.birth]
+    op = tensor.op.removeprefix("aten.").partition(".")[0]
+    if maker.phase != "forward" and not maker.repeated:
+        return f"{tensor.role} {op}"
+    of_forward = "of forward" if tensor.role in ("activation", "temporary") else tensor.role
+    place = fold(tensor.module) or tensor.source
+    return " ".join(part for part in (of_forward, place, op) if part)
+
+
+def _summed(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     found: dict[str, int] = {}
-    for row in rows:
-        op = row.op.removeprefix("aten.").partition(".")[0]
-        role = "activation" if row.decision in (SAVED, RECOMPUTED) else row.role
-        key = " ".join(part for part in (role, row.module or row.source, op) if part)
-        found[key] = found.get(key, 0) + row.bytes
+    for key, size in pairs:
+        found[key] = found.get(key, 0) + size
     return found
 
 

@@ -2,7 +2,8 @@
 
 Definition. Two tensors are alike if the same op of the same source line makes them with the same type and
 shape, in modules that differ in numbers only (``layers.0.mlp``, ``layers.1.mlp``: ``layers.*.mlp``), for the
-same role and decision. Tensors from before the step are alike by folded name.
+same role and decision. Tensors from before the step, and gradients, are alike by folded name. An op that
+makes several tensors of a group is counted once in its time.
 """
 
 from collections.abc import Iterable
@@ -43,7 +44,8 @@ def alike(tensors: Iterable[HeldTensor]) -> tuple[Alike, ...]:
     """Fold tensors, the most bytes first."""
     groups: dict[tuple[str, str, str, str, str, str], list[HeldTensor]] = {}
     for tensor in tensors:
-        place = fold(tensor.module) if tensor.op else fold(tensor.name)
+        named = not tensor.op or tensor.role == "gradient"
+        place = fold(tensor.name) if named else fold(tensor.module)
         key = (tensor.role, place, tensor.op, tensor.source, tensor.text, tensor.decision)
         groups.setdefault(key, []).append(tensor)
     rows = [
@@ -52,7 +54,7 @@ def alike(tensors: Iterable[HeldTensor]) -> tuple[Alike, ...]:
             members[0].reason,
             len(members),
             sum(tensor.bytes for tensor in members),
-            sum(tensor.recompute_ns for tensor in members),
+            sum({tensor.birth: tensor.recompute_ns for tensor in members}.values()),
         )
         for key, members in groups.items()
     ]

@@ -4,7 +4,7 @@ A `StepReport` holds one step op by op and tensor by tensor, as numbers: of the 
 eager one beside it, or of the eager program alone. It is plain data (no torch, no sympy), goes to JSON
 and comes back equal. docs/reports.md describes the schema `SCHEMA`.
 
-Definitions are those of `ir.trace`: an instant is the execution of one op; a tensor (one storage) is held
+Definitions are those of `ir.trace`: an instant is the execution of one op; a tensor is held
 during ``birth <= i <= death``, -1 and ``len(ops)`` stand for before and after the step; bytes at an instant
 are those of the tensors held then, and the op's scratch.
 """
@@ -54,7 +54,7 @@ class ExecutedOp:
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """One storage."""
+    """One result in one storage, until it dies or another result is written over it."""
 
     name: str
     role: str
@@ -74,6 +74,8 @@ class HeldTensor:
     """Why."""
     recompute_ns: int = 0
     """Predicted time of the op that makes it; 0 if unknown."""
+    over: int = -1
+    """Number of the tensor, dead from here on, in whose memory it is written; -1: memory of its own."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+from api.planned_tensors import *
