@@ -72,11 +72,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (RematError, ValueError, TypeError, OSError) as error:
+    except (RematError, OSError) as error:
         if arguments.command is run:
             raise  # the script's own
         return _failed(error, 1)
+    except (ValueError, TypeError) as error:  # what was given cannot be meant, if we say so
+        if arguments.command is run or not _is_ours(error):
+            raise
+        return _failed(error, USAGE)
     return status
+
+
+def _is_ours(error: Exception) -> bool:
+    """We have raised it, not the user's code, nor torch."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    package = os.path.dirname(os.path.abspath(__file__))
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(package)
 
 
 def _failed(error: Exception, status: int) -> int:

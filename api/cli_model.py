@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,12 +104,35 @@ def add_frontier(commands: Any) -> None:
 def analyze(arguments: argparse.Namespace) -> int:
     """Print what a step takes."""
     sizes, given = _sizes(arguments.at), _given(arguments)
-    if arguments.largest and "budget_gb" not in given:
+    budget: Any = given.get("budget_gb")
+    name = arguments.largest
+    if name and budget is None:
         raise UsageError("--largest needs --budget-gb")
+    with redirect_stdout(sys.stderr):  # whatever the user's code prints
+        report = _analyzed(arguments)
+        report.binding({**sizes, **({name: 1} if name else {})})
+        if folder := given.get("report_dir"):
+            _save(report.step_report(step="steady", **sizes), folder)
+        largest = report.largest(name, budget, checkpointing=False, **sizes) if name else None
+        diagnosis = report.diagnosis(budget, **sizes) if budget is not None else None
+    if arguments.json:
+        data = json.loads(report.to_json(**sizes))
+        asked = {"largest": largest and {name: largest}, "diagnosis": diagnosis}
+        print(json.dumps(data | {k: v for k, v in asked.items() if v is not None}, indent=1))
+        return 0
+    print(_analysis_text(report, sizes))
+    if diagnosis:
+        print(f"\n{diagnosis}")
+    if name:
+        print(f"\nlargest {name} that fits {budget}: {largest}")
+    return 0
+
+
+def _analyzed(arguments: argparse.Namespace) -> "MemoryReport":
     from .analysis import analyze as analyzed
 
     example = example_of(arguments)
-    report = analyzed(
+    return analyzed(
         example.model,
         example.args,
         example.kwargs,
@@ -119,20 +143,6 @@ def analyze(arguments: argparse.Namespace) -> int:
         accumulation_steps=arguments.accumulation_steps,
         outputs_held=arguments.hold_outputs,
     )
-    if folder := given.get("report_dir"):
-        _save(report.step_report(step="steady", **sizes), folder)
-    if arguments.json:
-        print(report.to_json(**sizes))
-        return 0
-    print(_analysis_text(report, sizes))
-    if arguments.largest:
-        largest = report.largest(
-            arguments.largest, given["budget_gb"], checkpointing=False, **sizes
-        )
-        print(f"\nlargest {arguments.largest} that fits {given['budget_gb']}: {largest}")
-    elif "budget_gb" in given:
-        print("\n" + report.diagnosis(given["budget_gb"], **sizes))
-    return 0
 
 
 def _analysis_text(report: "MemoryReport", sizes: dict[str, int]) -> str:
@@ -153,21 +163,21 @@ def plan(arguments: argparse.Namespace) -> int:
     from .progress import progress
     from .views.text import to_text
 
-    remat = _planned(arguments, given)
-    planned = remat.planned
-    assert planned is not None
-    points: tuple[Point, ...] = ()
-    if folder := given.get("report_dir"):
-        with progress() as told:
-            points = plan_frontier(planned, time_limit_s=_POINT_S, report=told)
-    report = remat.report(points)
-    if folder:
-        _save(report, folder)
-    print(
-        json.dumps(_plan_as_json(planned.plan), indent=1)
-        if arguments.json
-        else to_text(report, width())
-    )
+    with redirect_stdout(sys.stderr):
+        remat = _planned(arguments, given)
+        planned = remat.planned
+        assert planned is not None
+        points: tuple[Point, ...] = ()
+        if folder := given.get("report_dir"):
+            with progress() as told:
+                points = plan_frontier(planned, time_limit_s=_POINT_S, report=told)
+        report = remat.report(points)
+        if folder:
+            _save(report, folder)
+    if arguments.json:
+        print(json.dumps(_plan_as_json(planned.plan), indent=1))
+    else:
+        print(to_text(report, width()))
     return 0
 
 
@@ -177,16 +187,19 @@ _POINT_S = 5.0
 
 def frontier(arguments: argparse.Namespace) -> int:
     """Print plans at several budgets."""
+    given = _given(arguments)
+    if arguments.count < 2:
+        raise UsageError("--count must be at least 2")
     from .budget import in_units
     from .doctor import LARGE
     from .plan_frontier import plan_frontier
     from .progress import progress
 
-    given = _given(arguments)
-    planned = _planned(arguments, {**given, "budget_gb": LARGE}).planned
-    assert planned is not None
-    with progress() as told:
-        points = plan_frontier(planned, arguments.count, given.get("time_limit_s", 10.0), told)
+    with redirect_stdout(sys.stderr):
+        planned = _planned(arguments, {**given, "budget_gb": LARGE}).planned
+        assert planned is not None
+        with progress() as told:
+            points = plan_frontier(planned, arguments.count, given.get("time_limit_s", 10.0), told)
     if arguments.json:
         print(json.dumps([dataclasses.asdict(point) for point in points], indent=1))
         return 0

@@ -2,8 +2,8 @@
 
 A model is ``module:factory`` (see `doctor`; modules are looked for in the current folder first), or the
 configuration of a `transformers` model: a config.json, a folder with one, or a name that is in the local
-cache. A model for a GPU that is not at hand is built without data (on fake tensors), so one of any size can
-be described; so is one of which ``--fake`` says so.
+cache. A model for a GPU is built without data (on fake tensors), so one of any size can be described, and the
+GPU need not be at hand; so is one of which ``--fake`` says so.
 """
 
 import argparse
@@ -39,8 +39,8 @@ TYPES = {
 MODEL = (
     "MODEL is module:factory, a function without arguments that returns a model, (model, args), (model, "
     "args, kwargs) or (model, args, kwargs, loss_fn), looked for in the current folder first; or the "
-    "config.json of a transformers model, its folder, or its name in the local cache. For a GPU that is not "
-    "here the model is built without data, so it may be of any size."
+    "config.json of a transformers model, its folder, or its name in the local cache. For a GPU "
+    "the model is built without data, so it may be of any size, and the GPU need not be here."
 )
 
 
@@ -119,9 +119,11 @@ def example_of(arguments: argparse.Namespace) -> "Example":
         UsageError: they cannot be read.
     """
     inputs = [_input(text) for text in arguments.input]
+    if arguments.accumulation_steps < 1:
+        raise UsageError("--accumulation-steps must be at least 1")
     import torch
 
-    with building(arguments):
+    with _building(arguments):
         example = _model(arguments.target)
         given = {name: torch.zeros(shape, dtype=dtype) for name, shape, dtype in inputs}
         if given:
@@ -137,13 +139,12 @@ def example_of(arguments: argparse.Namespace) -> "Example":
     return example
 
 
-def building(arguments: argparse.Namespace) -> AbstractContextManager[object]:
-    """Where the model is built: on fake tensors if it is for a GPU that is not here."""
-    import torch
+def _building(arguments: argparse.Namespace) -> AbstractContextManager[object]:
+    """Where the model is built: on fake tensors if it is to be described for a GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    absent = (arguments.device or "").startswith("cuda") and not torch.cuda.is_available()
-    return FakeTensorMode() if arguments.fake or absent else contextlib.nullcontext()
+    fake = arguments.fake or (arguments.device or "").startswith("cuda")
+    return FakeTensorMode() if fake else contextlib.nullcontext()
 
 
 def optimizer_of(arguments: argparse.Namespace) -> str | None:

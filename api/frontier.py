@@ -4,15 +4,17 @@ Each answer is a plan that was made at that size, for the same loss and optimize
 a plan was found; that no larger one fits is as far as was found, not proven.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from remat.ir import InfeasibleBudgetError
 from remat.ir.capture import is_fake
-from remat.passes import Plan, StepProtocol
+from remat.passes import StepProtocol
 from remat.passes.formula_solve import last
 
 from .example import StepRequest, resized
-from .optimize import plan_checkpoints
+from .optimize import optimize_checkpoints
+from .plan_frontier import plan_frontier
+from .planned import Planned
 from .views.step_report import Point
 
 _SECONDS = 10.0
@@ -21,8 +23,10 @@ _MOST = 4096
 """No size is tried that is more times as large as the first."""
 
 
-def plan_at(request: StepRequest, device: str, budget: int, sizes: Mapping[str, int]) -> Plan:
-    """The plan of the step at sizes, under a budget in bytes.
+def planned_at(
+    request: StepRequest, device: str, budget: int, sizes: Mapping[str, int]
+) -> Planned:
+    """The step at sizes, planned under a budget in bytes.
 
     Raises:
         InfeasibleBudgetError: no plan was found.
@@ -38,7 +42,7 @@ def plan_at(request: StepRequest, device: str, budget: int, sizes: Mapping[str, 
         )
     loop = request.loop
     args, kwargs = resized(request, sizes)
-    return plan_checkpoints(
+    model = optimize_checkpoints(
         request.model,
         f"{budget}B",
         args,
@@ -51,7 +55,13 @@ def plan_at(request: StepRequest, device: str, budget: int, sizes: Mapping[str, 
         ),
         cost_model="roofline" if has_data else device,
         time_limit_s=_SECONDS,
+        on_failure="raise",
     )
+    planned = vars(model)["remat"].planned
+    if planned is None:
+        raise ValueError("REMAT_DISABLE is set, so nothing is planned")
+    assert isinstance(planned, Planned)
+    return planned
 
 
 def _not_planned(request: StepRequest) -> list[str]:
@@ -73,7 +83,7 @@ def largest_planned(
 
     def fits(value: int) -> bool:
         try:
-            plan_at(request, device, budget, {**sizes, name: value})
+            planned_at(request, device, budget, {**sizes, name: value})
         except InfeasibleBudgetError:
             return False
         return True
@@ -90,12 +100,4 @@ def frontier(
     request: StepRequest, device: str, peak: int, sizes: Mapping[str, int], count: int
 ) -> tuple[Point, ...]:
     """Plans at `count` budgets, from the least peak that was found to eager's `peak`."""
-    least = plan_at(request, device, peak, sizes).least_peak_bytes
-    budgets: Sequence[int] = sorted(
-        {least + (peak - least) * i // (count - 1) for i in range(count)}
-    )
-    points = []
-    for budget in budgets:
-        plan = plan_at(request, device, budget, sizes)
-        points.append(Point(budget, plan.peak_bytes, plan.overhead, plan.lower_bound))
-    return tuple(points)
+    return plan_frontier(planned_at(request, device, peak, sizes), count, _SECONDS)

@@ -159,7 +159,7 @@ def test_report_reads_what_plan_wrote(planned: tuple[Any, Path], tmp_path: Path)
     assert (wrote.returncode, wrote.stdout) == (0, "")
     assert page.read_text() == (out / "planned.html").read_text()
     unknown = remat("report", file, "-o", "plan.docx")
-    assert unknown.returncode == 1
+    assert unknown.returncode == 2
     assert ".html" in unknown.stderr
     assert StepReport.from_json(remat("report", file, "--json").stdout).timeline.ops
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_meant_is_said(arguments: list[str], says: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
-    [(["report", "README.md"], 1), (["diff", "absent.json"], 1), (["fly"], 2), ([], 2)],
+    [(["report", "README.md"], 2), (["diff", "absent.json"], 1), (["fly"], 2), ([], 2)],
 )
 def test_files_that_are_no_reports(arguments: list[str], status: int) -> None:
     ran = remat(*arguments)

@@ -75,7 +75,7 @@ class Difference:
         head = f"B peaks {in_units(abs(self.peak.bytes))} {'above' if self.peak.bytes > 0 else 'below'} A"
         same = [c for c in self.holders if (c.bytes > 0) is (self.peak.bytes > 0)]
         if same:
-            head += f", above all by {same[0].what} ({_signed(same[0].bytes)})"
+            head += f", mostly by {same[0].what} ({_signed(same[0].bytes)})"
         return head
 
 
@@ -120,9 +120,9 @@ def _key(timeline: Timeline, tensor: HeldTensor) -> str:
     op = tensor.op.removeprefix("aten.").partition(".")[0]
     if maker.phase != "forward" and not maker.repeated:
         return f"{tensor.role} {op}"
-    of_forward = "of forward" if tensor.role in ("activation", "temporary") else tensor.role
+    role = "" if tensor.role in ("activation", "temporary") else tensor.role
     place = fold(tensor.module) or tensor.source
-    return " ".join(part for part in (of_forward, place, op) if part)
+    return " ".join(part for part in (role, place, op) if part)
 
 
 def _summed(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
