@@ -16,7 +16,7 @@ from remat.ir import InfeasibleBudgetError, RematError
 
 from .cli_files import add_compare, add_diff, add_report
 from .cli_model import add_analyze, add_frontier, add_plan
-from .cli_target import UsageError
+from .cli_target import UsageError, is_ours
 from .launch import INFEASIBLE, USAGE, add_run, run
 
 EXAMPLES = """\
@@ -77,19 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # the script's own
         return _failed(error, 1)
     except (ValueError, TypeError) as error:  # what was given cannot be meant, if we say so
-        if arguments.command is run or not _is_ours(error):
+        if arguments.command is run or not is_ours(error):
             raise
         return _failed(error, USAGE)
     return status
-
-
-def _is_ours(error: Exception) -> bool:
-    """We have raised it, not the user's code, nor torch."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    package = os.path.dirname(os.path.abspath(__file__))
-    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(package)
 
 
 def _failed(error: Exception, status: int) -> int:

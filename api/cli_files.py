@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .budget import in_units
 from .cli_target import UsageError, add_command, width
 from .views.step_report import StepReport
 
@@ -67,10 +68,12 @@ def add_compare(commands: Any) -> None:
 
 def report(arguments: argparse.Namespace) -> int:
     """Print or write a report."""
-    from .views.save import save
+    from .views.save import WRITERS, is_known, save
     from .views.text import to_text
 
     read = _read(arguments.file)
+    if unknown := [name for name in arguments.output if not is_known(Path(name))]:
+        raise UsageError(f"-o {unknown[0]}: the name should end in {', '.join(WRITERS)}")
     for name in arguments.output:
         save(read, Path(name))
         print(f"remat: wrote {name}", file=sys.stderr)
@@ -94,7 +97,10 @@ def diff(arguments: argparse.Namespace) -> int:
             )
         before = replace(before, timeline=before.baseline, baseline=None, plan=None)
     found = differing(before, after)
-    print(found.to_json() if arguments.json else found.to_text(width()))
+    if arguments.json:
+        print(found.to_json())
+    else:
+        print(f"A: {_named(before)}\nB: {_named(after)}\n\n{found.to_text(width())}")
     return 0
 
 
@@ -108,8 +114,19 @@ def compare(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _named(report: StepReport) -> str:
+    """Which step a report is of, in a line."""
+    sizes = "".join(f", {name}={size}" for name, size in report.sizes.items())
+    budget = (
+        f" under {in_units(report.budget_bytes)}" if report.plan and report.budget_bytes else ""
+    )
+    return f"{report.model} on {report.device}{sizes}, {report.timeline.program}{budget}"
+
+
 def _read(name: str) -> StepReport:
     try:
         return StepReport.from_json(Path(name).read_text(encoding="utf-8"))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{name}: {error}") from error
+        raise UsageError(
+            f"{name} is no step report ({error}). `remat plan --report DIR` writes one, DIR/planned.json"
+        ) from error

@@ -16,6 +16,7 @@ from .cli_target import (
     add_target,
     dynamic_of,
     example_of,
+    explaining,
     optimizer_of,
     settings,
     width,
@@ -110,7 +111,9 @@ def analyze(arguments: argparse.Namespace) -> int:
         raise UsageError("--largest needs --budget-gb")
     with redirect_stdout(sys.stderr):  # whatever the user's code prints
         report = _analyzed(arguments)
-        report.binding({**sizes, **({name: 1} if name else {})})
+        report.binding(
+            {**sizes, **({name: 1} if name else {})}
+        )  # say now if there is no such size
         if folder := given.get("report_dir"):
             _save(report.step_report(step="steady", **sizes), folder)
         largest = report.largest(name, budget, checkpointing=False, **sizes) if name else None
@@ -132,17 +135,18 @@ def _analyzed(arguments: argparse.Namespace) -> "MemoryReport":
     from .analysis import analyze as analyzed
 
     example = example_of(arguments)
-    return analyzed(
-        example.model,
-        example.args,
-        example.kwargs,
-        loss_fn=example.loss_fn,
-        optimizer=optimizer_of(arguments),
-        dynamic=dynamic_of(arguments),
-        device=arguments.device,
-        accumulation_steps=arguments.accumulation_steps,
-        outputs_held=arguments.hold_outputs,
-    )
+    with explaining():
+        return analyzed(
+            example.model,
+            example.args,
+            example.kwargs,
+            loss_fn=example.loss_fn,
+            optimizer=optimizer_of(arguments),
+            dynamic=dynamic_of(arguments),
+            device=arguments.device,
+            accumulation_steps=arguments.accumulation_steps,
+            outputs_held=arguments.hold_outputs,
+        )
 
 
 def _analysis_text(report: "MemoryReport", sizes: dict[str, int]) -> str:
@@ -175,7 +179,8 @@ def plan(arguments: argparse.Namespace) -> int:
         if folder:
             _save(report, folder)
     if arguments.json:
-        print(json.dumps(_plan_as_json(planned.plan), indent=1))
+        named = {"schema": "remat.plan/1", "model": report.model}
+        print(json.dumps(named | _plan_as_json(planned.plan), indent=1))
     else:
         print(to_text(report, width()))
     return 0
@@ -201,7 +206,8 @@ def frontier(arguments: argparse.Namespace) -> int:
         with progress() as told:
             points = plan_frontier(planned, arguments.count, given.get("time_limit_s", 10.0), told)
     if arguments.json:
-        print(json.dumps([dataclasses.asdict(point) for point in points], indent=1))
+        data = {"schema": "remat.frontier/1", "points": list(map(dataclasses.asdict, points))}
+        print(json.dumps(data, indent=1))
         return 0
     print(f"{'budget':>12}{'peak':>12}{'overhead':>11}{'no less than':>14}")
     for point in points:
@@ -234,22 +240,23 @@ def _planned(arguments: argparse.Namespace, given: dict[str, Any]) -> "Remat":
     options = {
         name: value for name, value in given.items() if name not in ("budget_gb", "report_dir")
     }
-    model = optimize_checkpoints(
-        example.model,
-        given["budget_gb"],
-        example.args,
-        example.kwargs,
-        loss_fn=example.loss_fn,
-        optimizer=optimizer_of(arguments),
-        protocol=StepProtocol(
-            gradients_resident=arguments.accumulation_steps > 1,
-            outputs_held=arguments.hold_outputs,
-        ),
-        cost_model=arguments.device or "roofline",
-        dynamic=dynamic_of(arguments),
-        on_failure="raise",
-        **options,
-    )
+    with explaining():
+        model = optimize_checkpoints(
+            example.model,
+            given["budget_gb"],
+            example.args,
+            example.kwargs,
+            loss_fn=example.loss_fn,
+            optimizer=optimizer_of(arguments),
+            protocol=StepProtocol(
+                gradients_resident=arguments.accumulation_steps > 1,
+                outputs_held=arguments.hold_outputs,
+            ),
+            cost_model=arguments.device or "roofline",
+            dynamic=dynamic_of(arguments),
+            on_failure="raise",
+            **options,
+        )
     remat: Remat = vars(model)["remat"]
     if remat.planned is None:
         raise UsageError("REMAT_DISABLE is set, so nothing is planned")
@@ -264,9 +271,13 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in vars(arguments).items() if name in names}
     try:
         found = load(given, Path.cwd()).values
-        return {name: value for name, value in found.items() if name in names}
+        if folder := found.get("report_dir"):  # now, not after minutes of planning
+            Path(folder).mkdir(parents=True, exist_ok=True)
     except SettingError as error:
         raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"--report {folder}: {error.strerror}") from error
+    return {name: value for name, value in found.items() if name in names}
 
 
 def _sizes(text: str) -> dict[str, int]:

@@ -8,13 +8,16 @@ GPU need not be at hand; so is one of which ``--fake`` says so.
 
 import argparse
 import contextlib
+import inspect
 import os
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from remat.ir import RematError
 
 from .settings import SETTINGS, Setting
 
@@ -67,6 +70,28 @@ def add_command(
 def width() -> int:
     """Columns of the terminal; 100 without one."""
     return shutil.get_terminal_size((100, 24)).columns
+
+
+def is_ours(error: Exception) -> bool:
+    """We have raised it, not the user's code, nor torch."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    package = os.path.dirname(os.path.abspath(__file__))
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(package)
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """What the user's model raises inside is explained, with its line."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RematError) or is_ours(error):
+            raise
+        from remat.ir.capture import explained
+
+        raise explained(error) from error
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -132,11 +157,22 @@ def example_of(arguments: argparse.Namespace) -> "Example":
             example = _cast(example, getattr(torch, TYPES[arguments.precision]))
     example.model.train()
     if not example.has_call:
+        names = list(inspect.signature(example.model.forward).parameters)
         raise UsageError(
-            f"{arguments.target} gives no example arguments: name them, such as "
-            "--input input_ids=1x512:int64 --input labels=1x512:int64"
+            f"{arguments.target} gives no example arguments: name them, such as --input "
+            f"{names[0] if names else 'x'}=1x512:int64. Its forward takes {', '.join(names[:8])}."
         )
+    _check_names(example, [name for name, _, _ in inputs])
     return example
+
+
+def _check_names(example: "Example", names: Sequence[str]) -> None:
+    """Refuse inputs that forward does not take."""
+    parameters = inspect.signature(example.model.forward).parameters
+    more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in names:
+        if name not in parameters and not more:
+            raise UsageError(f"--input {name}: forward takes {', '.join(parameters)}")
 
 
 def _building(arguments: argparse.Namespace) -> AbstractContextManager[object]:
@@ -209,8 +245,9 @@ def _transformers_model(target: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(target, local_files_only=True)
     except (OSError, ValueError) as error:
+        meant = f"; {target}:factory?" if os.path.exists(f"{target}.py") else ""
         raise UsageError(
-            f"{target} is neither module:factory nor a configuration that is here: {error}"
+            f"{target} is neither module:factory nor a configuration that is here{meant}"
         ) from error
     kind = next((n for n in config.architectures or () if hasattr(transformers, n)), "")
     if kind:
@@ -219,17 +256,28 @@ def _transformers_model(target: str) -> Any:
 
 
 def _cast(example: "Example", dtype: "torch.dtype") -> "Example":
-    """The example with floating-point parameters and inputs of one type."""
-    from torch import Tensor
+    """The example with floating-point parameters, buffers and inputs of one type.
+
+    `Module.to` cannot change fake parameters in place; tied ones stay tied.
+    """
+    from torch import Tensor, nn
+
+    made: dict[int, Tensor] = {}
 
     def cast(value: Any) -> Any:
-        return (
-            value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        )
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if id(value) not in made:
+            new = value.detach().to(dtype)
+            parameter = isinstance(value, nn.Parameter)
+            made[id(value)] = nn.Parameter(new, value.requires_grad) if parameter else new
+        return made[id(value)]
 
+    for module in example.model.modules():
+        for table in (module._parameters, module._buffers):
+            table.update({name: cast(tensor) for name, tensor in table.items()})
     return replace(
         example,
-        model=example.model.to(dtype),
         args=tuple(map(cast, example.args)),
         kwargs={name: cast(value) for name, value in (example.kwargs or {}).items()},
     )

@@ -14,7 +14,9 @@ call is looked at.
 import argparse
 import contextlib
 import importlib
+import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -167,15 +169,22 @@ def _plan(example: Example) -> tuple[str, Remat | None]:
 
 def made(target: str) -> Example:
     """What a factory makes."""
-    module, colon, name = target.partition(":")
+    module, colon, name = target.rpartition(":")
     if not (module and colon and name):
         raise ValueError(f"cannot read {target!r}: name a script (train.py) or module:factory")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    folder, module = os.path.split(module)
+    where = folder if module.endswith(".py") else ""
+    if where not in sys.path:
+        sys.path.insert(0, where)
     try:
-        factory = getattr(importlib.import_module(module), name)
+        factory = getattr(importlib.import_module(module.removesuffix(".py")), name)
     except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"there is no {target}: {error}") from error
+        raise ValueError(
+            f"there is no {target}: {error}. Modules are looked for in {os.getcwd()} first; "
+            "folder/file.py:factory is one elsewhere"
+        ) from error
+    if isinstance(factory, nn.Module) or not callable(factory) or _required(factory):
+        raise ValueError(f"{target} should be a function without arguments that returns a model")
     made = factory()
     if isinstance(made, nn.Module):
         return Example(made)
@@ -185,6 +194,17 @@ def made(target: str) -> Example:
             "args, kwargs) or (model, args, kwargs, loss_fn)"
         )
     return Example(*made)
+
+
+def _required(factory: Callable[..., object]) -> bool:
+    """It has arguments that must be given."""
+    try:
+        inspect.signature(factory).bind()
+    except TypeError:
+        return True
+    except ValueError:  # built in
+        return False
+    return False
 
 
 @contextlib.contextmanager
@@ -266,12 +286,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
+    if not options.target.endswith(".py"):  # a factory has no arguments of its own
+        options.json |= "--json" in options.arguments
     from .first_call import first_call  # which runs scripts, and knows our `Example`
 
     try:
         found = doctor(options.target, options.arguments, first_call)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"remat: error: {error}", file=sys.stderr)
+        return 2
+    except FileNotFoundError as error:
+        print(f"remat: error: {error.strerror}: {error.filename}", file=sys.stderr)
         return 2
     print(found.to_json() if options.json else found)
     return 0 if found.planned else 1

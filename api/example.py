@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.ir._torch import FakeTensor
 from remat.ir.capture import argument_names
 from remat.ir.fake import Dynamic, sizes_of
 from remat.ir.structure import put_tensors, take_tensors
@@ -93,10 +94,12 @@ def resized(
 
 def _cycled(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
     result = tensor.detach()
-    for dim, size in sizes.items():
-        if result.shape[dim] != size:
-            picks = torch.arange(size, device=result.device) % max(1, result.shape[dim])
-            result = result.index_select(dim, picks)
+    mode = result.fake_mode if isinstance(result, FakeTensor) else nullcontext()
+    with mode:
+        for dim, size in sizes.items():
+            if result.shape[dim] != size:
+                picks = torch.arange(size, device=result.device) % max(1, result.shape[dim])
+                result = result.index_select(dim, picks)
     return tensor if result.shape == tensor.shape else result.requires_grad_(tensor.requires_grad)
 
 

@@ -38,6 +38,10 @@ class Found:
     early: int
     """Training calls before it was found."""
     stats: Stats = field(default_factory=Stats)
+    reported: int = 0
+    """Plans that a report has been written of."""
+    latest: Plan | None = None
+    """The last one that was made."""
     plan: Plan | None = None
     """The one with the largest peak of all that were made."""
     explained: str = ""
@@ -143,29 +147,34 @@ class Launched:
     def _planned(self, found: Found, module: nn.Module, remat: Remat) -> None:
         """A plan has been made."""
         plan = remat.plan
+        found.latest = plan
+        found.reported += 1
+        self._write(found, remat, remat.explain())
         if plan is not None and (found.plan is None or plan.peak_bytes >= found.plan.peak_bytes):
             found.plan, found.explained = plan, remat.explain()
-            self._write(found, remat)
         if found.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(found.device)  # planning has run kernels
         elif self.settings.get("measure") and found.peak is None:
             found.peak = StepPeak(module, remat)
 
-    def _write(self, found: Found, remat: Remat, *, at_end: bool = False) -> None:
-        """The plan as page, JSON and text; what cannot be written is no reason to stop training.
+    def _write(self, found: Found, remat: Remat, text: str, *, at_end: bool = False) -> None:
+        """The plan in use as page, JSON and text; what cannot be written is no reason to stop training.
 
         Args:
             found: a module.
             remat: of its drop-in.
+            text: that explains the plan.
             at_end: pictures are there; the text has counts that have grown.
         """
         folder = self.settings.get("report_dir")
         if not folder or rank() != 0:
             return
         stem = f"{found.name}-{self.found.index(found)}"
+        if (number := found.reported) > 1:
+            stem += f"-plan-{number}"
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / f"{stem}.txt").write_text(found.explained + "\n")
+            (Path(folder) / f"{stem}.txt").write_text(text + "\n")
             if not at_end:
                 report = remat.report()
                 report.save(Path(folder) / f"{stem}.html")
@@ -189,9 +198,12 @@ class Launched:
             if found.peak is not None:
                 found.peak.stop()
             remat = found.remat() if found.remat is not None else None
-            if remat is not None and remat.plan is not None and remat.plan == found.plan:
+            if remat is None or remat.plan is None:
+                continue
+            if remat.plan == found.plan:
                 found.explained = remat.explain()
-                self._write(found, remat, at_end=True)
+            if remat.plan == found.latest:
+                self._write(found, remat, remat.explain(), at_end=True)
 
 
 def _options(settings: Settings) -> dict[str, Any]:

@@ -166,7 +166,7 @@ SETTINGS = (
     Setting("on_failure", _choice("warn", "raise"), "warn (and train as before) or raise", "WHAT"),
     Setting("verify", _switch, "compare the first planned step with eager"),
     Setting("cache_dir", _text, "keep plans here, for the next start", "DIR"),
-    Setting("report_dir", _text, "write each plan as JSON and text here", "DIR"),
+    Setting("report_dir", _text, "write reports here: page, JSON, text, and more", "DIR"),
     Setting("measure", _switch, "on CPU, measure one step's peak; slows three steps"),
     Setting("disable", _switch, "plan nothing"),
 )

@@ -53,12 +53,16 @@ class Domain:
 
     @property
     def numbers(self) -> dict[sympy.Expr, sympy.Integer]:
-        """Expressions that are the same number at all sizes of the domain."""
-        return {
+        """Expressions that are the same number at all sizes of the domain, and names that are numbers.
+
+        A name may be needed as a number only after ops have used it as a symbol.
+        """
+        equal = {
             each.lhs: each.rhs
             for each in self.conditions
             if isinstance(each, sympy.Eq) and each.rhs.is_Integer and not each.lhs.is_Symbol
         }
+        return equal | {positive(n): sympy.Integer(size) for n, size in self.fixed.items()}
 
     def why_not(self, sizes: Sizes) -> str:
         """Why sizes are outside; empty if they are inside."""

@@ -9,6 +9,7 @@ import sympy
 import torch
 import zoo
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import remat
 from remat import UnsupportedGraphError, measure_peak
@@ -421,3 +422,23 @@ def test_source_lines_are_the_users() -> None:
     )
     found = {holder.source for phase in report.at().phases for holder in phase.holders}
     assert not any("kernels" in source for source in found)
+
+
+def test_a_size_that_the_loss_fixes_is_a_number_in_scratch_too() -> None:
+    """Forward has used the symbol before a target of two rows says that it is 2."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 7, padding=3), nn.AvgPool2d(8), nn.Conv2d(16, 3, 1))
+    x, target = torch.randn(2, 3, 64, 64), torch.randn(2, 3, 8, 8)
+    report = remat.analyze(
+        model, (x,), loss_fn=lambda y: nn.functional.mse_loss(y, target), optimizer="AdamW"
+    )
+    assert [each.name for each in report.fixed] == ["batch"]
+    assert not report.scratch.unknown
+    assert report.peak == report.peak_at()
+
+
+def test_one_row_without_data_for_a_gpu() -> None:
+    with FakeTensorMode():
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(1, 8)
+    report = remat.analyze(model, (x,), loss_fn=mean_square, optimizer="AdamW", device="a100-80gb")
+    assert report.sizes == {"batch": 1}
+    assert report.peak_at(batch=1) <= report.peak_at(batch=1000)

@@ -156,7 +156,9 @@ def test_dtr_keeps_its_budget(step: Step, programs: Programs) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(problems(9), st.floats(0.3, 1.0))
-@example(random_problem(401, 9), 0.9375)  # one of two results of an op is evicted, then made room for
+@example(
+    random_problem(401, 9), 0.9375
+)  # one of two results of an op is evicted, then made room for
 def test_dtr_keeps_any_budget_on_any_problem(problem: Problem, fraction: float) -> None:
     seen = free(problem)
     if any(held >= 0 for held in seen.held):  # a held storage that is written again is there twice

@@ -105,6 +105,7 @@ def test_analyze_a_gpu_that_is_not_here() -> None:
     assert "batch" in report["formulas"]["peak"]
 
 
+@pytest.mark.slow
 def test_analyze_says_what_fits() -> None:
     ran = remat("analyze", TINY, "--budget-gb", "0.01", "--largest", "batch")
     assert ran.returncode == 0, ran.stderr
@@ -143,7 +144,7 @@ def test_a_configuration_with_inputs(tmp_path: Path) -> None:
 def test_frontier() -> None:
     ran = remat("frontier", TINY, "--count", "3", *BRIEF, "--json")
     assert ran.returncode == 0, ran.stderr
-    points = json.loads(ran.stdout)
+    points = json.loads(ran.stdout)["points"]
     assert len(points) == 3
     assert points[-1]["overhead"] == 0
     assert points[0]["overhead"] >= points[1]["overhead"]
@@ -178,10 +179,11 @@ def test_diff_of_eager_and_plan(planned: tuple[Any, Path]) -> None:
         report.timeline.peak - report.baseline.peak
     )
     text = remat("diff", str(file)).stdout
-    assert text.startswith("B peaks ")
+    assert text.splitlines()[3].startswith("B peaks ")
+    assert "B: GPT2LMHeadModel on cpu, planned under 3.50 MB" in text
     assert "below A" in text
     same = remat("diff", str(file), str(file)).stdout
-    assert same.startswith("A and B peak at the same")
+    assert "A and B peak at the same" in same
 
 
 def test_compare_with_the_predicted_snapshot(planned: tuple[Any, Path]) -> None:

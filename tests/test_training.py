@@ -77,7 +77,9 @@ def test_a_model_trains_as_eager_at_the_baseline_and_at_the_least_budget(name: s
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("optimizer", [pytest.param("no optimizer", marks=pytest.mark.slow), "SGD"])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param("no optimizer", marks=pytest.mark.slow), "SGD"]
+)
 @pytest.mark.parametrize("name", ["dlrm", pytest.param("mlp", marks=pytest.mark.slow)])
 def test_other_loops_and_optimizers_are_predicted_to_the_byte(
     name: str, optimizer: str, protocol: str

@@ -43,6 +43,11 @@ FOLDER = ("html", "json", "trace.json.gz", "pickle", "csv", "ops.csv", "txt", "p
 """What `save_all` writes."""
 
 
+def is_known(path: Path) -> bool:
+    """The name says a format."""
+    return path.name.endswith(tuple(WRITERS))
+
+
 def save(report: StepReport, path: Path) -> None:
     """Write the report.
 
