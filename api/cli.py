@@ -14,8 +14,9 @@ import shtab
 
 from remat.ir import InfeasibleBudgetError, RematError
 
+from .cli_analyze import add_analyze
 from .cli_files import add_compare, add_diff, add_report
-from .cli_model import add_analyze, add_frontier, add_plan
+from .cli_plan import add_frontier, add_plan
 from .cli_target import UsageError, is_ours
 from .launch import INFEASIBLE, USAGE, add_run, run
 

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from remat.ir import RematError
 
-from .settings import SETTINGS, Setting
-
 if TYPE_CHECKING:
     import torch
 
@@ -130,11 +128,6 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--accumulation-steps", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
-
-
-def settings(*names: str) -> list[Setting]:
-    """The settings of these names, which other commands take, too."""
-    return [setting for setting in SETTINGS if setting.name in names]
 
 
 def example_of(arguments: argparse.Namespace) -> "Example":

@@ -75,7 +75,8 @@ def formula(trace: Trace, phase: Phase | None = None) -> Formula:
     for i, instant in enumerate(trace.instants):
         level += change[i]
         if phase is None or instant.phase is phase:
-            distinct.setdefault(level + space.element(instant.scratch), i)
+            for scratch in _branches(instant.scratch):
+                distinct.setdefault(level + space.element(scratch), i)
     if not distinct:
         distinct = {resident: -1}
     kept = _undominated(space, list(distinct))
@@ -84,8 +85,14 @@ def formula(trace: Trace, phase: Phase | None = None) -> Formula:
 
 
 def _sizes(trace: Trace) -> list[sympy.Expr]:
-    sizes = [block.size for block in trace.blocks] + [each.scratch for each in trace.instants]
+    sizes = [block.size for block in trace.blocks]
+    sizes += [branch for each in trace.instants for branch in _branches(each.scratch)]
     return list(dict.fromkeys(sizes))
+
+
+def _branches(scratch: sympy.Expr) -> tuple[sympy.Expr, ...]:
+    """What the largest of is the scratch: a + Max(b, c) = Max(a + b, a + c)."""
+    return scratch.args if isinstance(scratch, sympy.Max) else (scratch,)
 
 
 class _Space:

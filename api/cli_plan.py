@@ -1,4 +1,4 @@
-"""The commands that look at a model: analyze, plan, frontier."""
+"""The commands plan and frontier: what to keep and what to recompute under a budget."""
 
 import argparse
 import dataclasses
@@ -6,9 +6,9 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .cli_settings import add_settings, given_settings, save_report
 from .cli_target import (
     MODEL,
     UsageError,
@@ -18,7 +18,6 @@ from .cli_target import (
     example_of,
     explaining,
     optimizer_of,
-    settings,
     width,
 )
 
@@ -26,33 +25,10 @@ if TYPE_CHECKING:
     from remat.passes import Plan
 
     from .dropin import Remat
-    from .report import MemoryReport
     from .views.step_report import Point
 
-
-def add_analyze(commands: Any) -> None:
-    """Add ``analyze``."""
-    parser = add_command(
-        commands,
-        "analyze",
-        "how much memory a training step takes, when, and for what",
-        "The memory of a training step as it runs today: by phase, by what holds it, as formulas. "
-        + MODEL,
-        [
-            "analyze examples.models:gpt2_small --dynamic input_ids=batch,seq",
-            "analyze examples.models:llama3_8b --device cuda:A100-80GB --budget-gb 80",
-            "analyze config.json --input input_ids=1x512:int64 --input labels=1x512:int64 --report out/",
-        ],
-    )
-    add_target(parser)
-    _add_settings(parser, "budget_gb", "budget", "report_dir")
-    parser.add_argument(
-        "--at", default="", metavar="NAME=N,...", help="sizes other than the example's"
-    )
-    parser.add_argument(
-        "--largest", metavar="NAME", help="the largest value of a size that fits the budget"
-    )
-    parser.set_defaults(command=analyze)
+_POINT_S = 5.0
+"""Solver time of a point of the frontier that goes with a report."""
 
 
 def add_plan(commands: Any) -> None:
@@ -70,7 +46,7 @@ def add_plan(commands: Any) -> None:
         ],
     )
     add_target(parser)
-    _add_settings(
+    add_settings(
         parser,
         *(
             "budget_gb",
@@ -97,70 +73,14 @@ def add_frontier(commands: Any) -> None:
         ["frontier examples.models:gpt2_small --count 8", "frontier my_code:build --json"],
     )
     add_target(parser)
-    _add_settings(parser, "time_limit_s", "gap", "save", "recompute")
+    add_settings(parser, "time_limit_s", "gap", "save", "recompute")
     parser.add_argument("--count", type=int, default=6, metavar="N", help="of budgets; default 6")
     parser.set_defaults(command=frontier)
 
 
-def analyze(arguments: argparse.Namespace) -> int:
-    """Print what a step takes."""
-    sizes, given = _sizes(arguments.at), _given(arguments)
-    budget: Any = given.get("budget_gb")
-    name = arguments.largest
-    if name and budget is None:
-        raise UsageError("--largest needs --budget-gb")
-    with redirect_stdout(sys.stderr):  # whatever the user's code prints
-        report = _analyzed(arguments)
-        report.binding(
-            {**sizes, **({name: 1} if name else {})}
-        )  # say now if there is no such size
-        if folder := given.get("report_dir"):
-            _save(report.step_report(step="steady", **sizes), folder)
-        largest = report.largest(name, budget, checkpointing=False, **sizes) if name else None
-        diagnosis = report.diagnosis(budget, **sizes) if budget is not None else None
-    if arguments.json:
-        data = json.loads(report.to_json(**sizes))
-        asked = {"largest": largest and {name: largest}, "diagnosis": diagnosis}
-        print(json.dumps(data | {k: v for k, v in asked.items() if v is not None}, indent=1))
-        return 0
-    print(_analysis_text(report, sizes))
-    if diagnosis:
-        print(f"\n{diagnosis}")
-    if name:
-        print(f"\nlargest {name} that fits {budget}: {largest}")
-    return 0
-
-
-def _analyzed(arguments: argparse.Namespace) -> "MemoryReport":
-    from .analysis import analyze as analyzed
-
-    example = example_of(arguments)
-    with explaining():
-        return analyzed(
-            example.model,
-            example.args,
-            example.kwargs,
-            loss_fn=example.loss_fn,
-            optimizer=optimizer_of(arguments),
-            dynamic=dynamic_of(arguments),
-            device=arguments.device,
-            accumulation_steps=arguments.accumulation_steps,
-            outputs_held=arguments.hold_outputs,
-        )
-
-
-def _analysis_text(report: "MemoryReport", sizes: dict[str, int]) -> str:
-    from .views.text import to_text
-
-    text = (
-        str(report) if not sizes else to_text(report.step_report(step="steady", **sizes), width())
-    )
-    return f"{text}\n\n{report.formulas()}" if report.sizes else text
-
-
 def plan(arguments: argparse.Namespace) -> int:
     """Print a plan."""
-    given = _given(arguments)
+    given = given_settings(arguments)
     if "budget_gb" not in given:
         raise UsageError("a budget is needed: --budget-gb 20, --budget 80%")
     from .plan_frontier import plan_frontier
@@ -177,7 +97,7 @@ def plan(arguments: argparse.Namespace) -> int:
                 points = plan_frontier(planned, time_limit_s=_POINT_S, report=told)
         report = remat.report(points)
         if folder:
-            _save(report, folder)
+            save_report(report, folder)
     if arguments.json:
         named = {"schema": "remat.plan/1", "model": report.model}
         print(json.dumps(named | _plan_as_json(planned.plan), indent=1))
@@ -186,13 +106,9 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_POINT_S = 5.0
-"""Solver time of a point of the frontier that goes with a report."""
-
-
 def frontier(arguments: argparse.Namespace) -> int:
     """Print plans at several budgets."""
-    given = _given(arguments)
+    given = given_settings(arguments)
     if arguments.count < 2:
         raise UsageError("--count must be at least 2")
     from .budget import in_units
@@ -261,56 +177,3 @@ def _planned(arguments: argparse.Namespace, given: dict[str, Any]) -> "Remat":
     if remat.planned is None:
         raise UsageError("REMAT_DISABLE is set, so nothing is planned")
     return remat
-
-
-def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the command takes, from the command line and where else they are set."""
-    from .settings import SettingError, load
-
-    names = arguments.settings
-    given = {name: value for name, value in vars(arguments).items() if name in names}
-    try:
-        found = load(given, Path.cwd()).values
-        if folder := found.get("report_dir"):  # now, not after minutes of planning
-            Path(folder).mkdir(parents=True, exist_ok=True)
-    except SettingError as error:
-        raise UsageError(str(error)) from error
-    except OSError as error:
-        raise UsageError(f"--report {folder}: {error.strerror}") from error
-    return {name: value for name, value in found.items() if name in names}
-
-
-def _sizes(text: str) -> dict[str, int]:
-    """Sizes such as ``batch=8,seq=512``."""
-    found = {}
-    for part in filter(None, text.split(",")):
-        name, _, number = part.partition("=")
-        if not number.isdigit():
-            raise UsageError(f"--at {text}: it should be like batch=8,seq=512")
-        found[name.strip()] = int(number)
-    return found
-
-
-def _save(report: Any, folder: str) -> None:
-    """Write a report in all formats, and say where."""
-    from .views.save import save_all
-
-    written = save_all(report, Path(folder), report.timeline.program)
-    print(
-        f"remat: wrote {len(written)} files to {folder}: " + ", ".join(p.name for p in written),
-        file=sys.stderr,
-    )
-
-
-def _add_settings(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Add options that can also be set in the environment and in pyproject.toml."""
-    for setting in settings(*names):
-        flags = [setting.flag, *(["--report"] if setting.name == "report_dir" else [])]
-        parser.add_argument(
-            *flags,
-            dest=setting.name,
-            metavar=setting.metavar,
-            help=setting.help,
-            default=argparse.SUPPRESS,
-        )
-    parser.set_defaults(settings=names)

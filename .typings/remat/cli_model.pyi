@@ -1,1 +1,0 @@
-from api.cli_model import *

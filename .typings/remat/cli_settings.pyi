@@ -1,0 +1,1 @@
+from api.cli_settings import *
