@@ -33,6 +33,7 @@ from remat.ir.capture import explained
 
 from .budget import in_units
 from .dropin import Remat
+from .explain import rests_on
 from .module_state import traced_hooks
 from .optimize import optimize_checkpoints
 
@@ -77,6 +78,8 @@ class Checkup:
     """Why it was not planned, with the user's line if it is known, and what to do; empty if it was."""
     notes: tuple[str, ...]
     """What a plan does otherwise than the user may expect."""
+    counted: str = ""
+    """What both peaks count beside the model."""
 
     def __str__(self) -> str:
         """All of it, for people."""
@@ -85,6 +88,7 @@ class Checkup:
                 f"{self.model} can be planned: {self.ops} ops, {self.guards} guards.",
                 f"  peak of a step as it is   {in_units(self.baseline_peak_bytes):>12}",
                 f"  least peak that was found {in_units(self.least_peak_bytes):>12}",
+                f"  counted: {self.counted}",
             ]
         elif self.failure:
             head = [f"{self.model} cannot be planned.", *_indented(self.failure)]
@@ -141,6 +145,7 @@ def examine(example: Example) -> Checkup:
         least_peak_bytes=planned.plan.least_peak_bytes,
         failure="",
         notes=notes,
+        counted=rests_on(planned.plan)[0].removeprefix("counted: "),
     )
 
 
