@@ -16,6 +16,7 @@ from remat.passes import (
     holders,
     live_ranges,
     overwriting_ops,
+    planned_for_cuda,
     planned_trace,
     profile,
     repeated_tensors,
@@ -267,11 +268,12 @@ def _plan(figures: _Figures, solution: Solution | None, emitted: Emitted | None)
     """The plan with its figures; without a solution, the one that runs the model as it is."""
     request, prepared = figures.step.request, figures.step.prepared
     base = max(1, figures.step_time_ns)
+    absent = planned_for_cuda(request.module, request.cost_model)
     return Plan(
         steps=emitted.steps if emitted else (),
         stage_ends=emitted.stage_ends if emitted else (),
         protocol=figures.step.asked.protocol,
-        device=str(prepared.device),
+        device=request.cost_model if absent else str(prepared.device),
         cost_model=request.cost_model,
         optimizer=request.optimizer.how,
         loss=_where_is_loss(figures.step),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import sympy
 
 from remat.ir import Block, Phase, Role, Trace
-from remat.passes import Plan, planned_for_cuda
+from remat.passes import Plan
 from remat.passes.formula_text import to_latex, to_text
 
 from .explain import rests_on
@@ -52,7 +52,7 @@ def report_of_plan(planned: Planned, frontier: tuple[Point, ...] = ()) -> StepRe
     timeline = _planned_timeline(planned) if planned.emitted else _eager_timeline(eager)
     return StepReport(
         model=type(request.module).__name__,
-        device=_target(planned),
+        device=plan.device,
         sizes=dict(plan.sizes),
         optimizer=plan.optimizer,
         loss=plan.loss,
@@ -65,13 +65,6 @@ def report_of_plan(planned: Planned, frontier: tuple[Point, ...] = ()) -> StepRe
         frontier=frontier,
         notes=tuple(line.strip() for line in rests_on(plan)),
     )
-
-
-def _target(planned: Planned) -> str:
-    """The device that the plan is for; a GPU need not be at hand."""
-    request = planned.request
-    absent = planned_for_cuda(request.module, request.cost_model)
-    return request.cost_model if absent else planned.plan.device
 
 
 def report_of_analysis(

@@ -58,7 +58,7 @@ class Plan:
     """Ops after whose first execution a stage of backward ends and its gradients are delivered."""
     protocol: StepProtocol
     device: str
-    """Target device; the plan is not valid for another."""
+    """Target device, or the name of a GPU that is not at hand; the plan is not valid for another."""
     cost_model: str
     """Device whose speed the predicted times are for, or "timed"."""
     optimizer: str
