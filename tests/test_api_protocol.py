@@ -53,7 +53,7 @@ ORDERS = ("first in", "last in", "summed")
     ("room", "count"),
     [
         (0.0, 3),
-        (0.5, 2),
+        pytest.param(0.5, 2, marks=pytest.mark.slow),
         pytest.param(0.0, 2, marks=pytest.mark.slow),
         pytest.param(0.5, 3, marks=pytest.mark.slow),
     ],
@@ -98,6 +98,7 @@ def test_outstanding_forwards_train_as_eager() -> None:
     assert same(*seen)
 
 
+@pytest.mark.slow
 def test_asking_for_the_least_peak_of_several_forwards_succeeds_and_for_less_fails() -> None:
     protocol = StepProtocol(forwards_outstanding=2)
     budget = least(make(wide), STEP, protocol=protocol, **OPTIONS)

@@ -76,6 +76,7 @@ def test_plan_writes_every_format(planned: tuple[Any, Path]) -> None:
     assert "wrote" in ran.stderr
 
 
+@pytest.mark.slow
 def test_plan_as_json_prints_nothing_else() -> None:
     ran = remat("plan", TINY, "--budget", "3500kB", *BRIEF, "--json")
     assert ran.returncode == 0, ran.stderr
@@ -95,13 +96,13 @@ def test_a_budget_that_nothing_fits() -> None:
 def test_analyze_a_gpu_that_is_not_here() -> None:
     ran = remat(
         "analyze",
-        *(TINY, "--device", "cuda:A100-80GB", "--dynamic", "input_ids=batch,seq"),
-        *("--dynamic", "labels=batch,seq", "--at", "batch=3,seq=32", "--json"),
+        *(TINY, "--device", "cuda:A100-80GB", "--dynamic", "input_ids=batch,_"),
+        *("--dynamic", "labels=batch", "--at", "batch=3", "--json"),
     )
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout)
     assert report["device"] == "a100-80gb"
-    assert report["sizes"] == {"batch": 3, "seq": 32}
+    assert report["sizes"] == {"batch": 3}
     assert "batch" in report["formulas"]["peak"]
 
 
@@ -127,6 +128,7 @@ def test_what_is_said_to_fit_fits_and_no_more() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_configuration_with_inputs(tmp_path: Path) -> None:
     config = {
         "architectures": ["BertForMaskedLM"],

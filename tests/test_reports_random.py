@@ -15,6 +15,7 @@ def mlp(layers: int = 4, width: int = 16, p: float = 0.5) -> nn.Module:
 
 
 # pytorch#190758
+@pytest.mark.slow
 def test_dropout_gradients_equal_finite_differences_at_ten_budgets() -> None:
     step = Step((torch.randn(32, 16, dtype=torch.float64),))
 

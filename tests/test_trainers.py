@@ -116,9 +116,7 @@ def test_a_transformers_trainer(
     stats, plan = model.remat.stats, model.remat.plan
     assert (stats.planned, stats.plans, sum(stats.fallbacks.values())) == (4 * accumulate, 1, 0)
     assert not plan.is_eager
-    assert ours.evaluate() == pytest.approx(
-        plain.evaluate(), abs=1e-6, rel=0.5
-    )  # it has times, too
+    assert ours.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
     assert stats.planned == 4 * accumulate
     before = plan.resident_bytes - IN_ADVANCE - ahead
     if accumulate > 1:

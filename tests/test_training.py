@@ -60,7 +60,7 @@ def train_under_budgets(
 
 
 # One of each kind by default: these have a like in the list.
-LIKE_OTHERS = ("bert", "llama", "transformer", "unet2d", "vae", "vit", "whisper")
+LIKE_OTHERS = ("bert", "dlrm", "llama", "transformer", "unet2d", "vae", "vit", "whisper")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,13 @@ def test_a_model_trains_as_eager_at_the_baseline_and_at_the_least_budget(name: s
     assert loops[1].plan.recomputed
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    "protocol",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "outputs held"))
+        for name in PROTOCOLS
+    ],
+)
 @pytest.mark.parametrize(
     "optimizer", [pytest.param("no optimizer", marks=pytest.mark.slow), "SGD"]
 )
