@@ -57,9 +57,7 @@ def analyze(arguments: argparse.Namespace) -> int:
         raise UsageError("--largest needs --budget-gb")
     with redirect_stdout(sys.stderr):  # whatever the user's code prints
         report = _analyzed(arguments)
-        report.binding(
-            {**sizes, **({name: 1} if name else {})}
-        )  # say now if there is no such size
+        report.binding(sizes | ({name: 1} if name else {}))  # say now if there is no such size
         if folder := given.get("report_dir"):
             save_report(report.step_report(step="steady", **sizes), folder)
         largest = report.largest(name, budget, checkpointing=False, **sizes) if name else None

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,6 @@ from .cli_target import (
 )
 
 if TYPE_CHECKING:
-    from remat.passes import Plan
-
     from .dropin import Remat
     from .views.step_report import Point
 
@@ -99,8 +96,10 @@ def plan(arguments: argparse.Namespace) -> int:
         if folder:
             save_report(report, folder)
     if arguments.json:
+        figures = json.loads(planned.plan.to_json())
+        del figures["steps"]  # the program
         named = {"schema": "remat.plan/1", "model": report.model}
-        print(json.dumps(named | _plan_as_json(planned.plan), indent=1))
+        print(json.dumps(named | figures, indent=1))
     else:
         print(to_text(report, width()))
     return 0
@@ -132,18 +131,6 @@ def frontier(arguments: argparse.Namespace) -> int:
             f"{f'+{point.overhead:.2%}':>11}{f'+{point.lower_bound:.2%}':>14}"
         )
     return 0
-
-
-def _plan_as_json(plan: "Plan") -> Any:
-    """The figures and decisions of a plan, as JSON takes them; its program is left out."""
-    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name != "steps"}
-    return json.loads(json.dumps(fields, default=_plain))
-
-
-def _plain(value: object) -> object:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def _planned(arguments: argparse.Namespace, given: dict[str, Any]) -> "Remat":

@@ -170,7 +170,7 @@ def _check_names(example: "Example", names: Sequence[str]) -> None:
 
 def _building(arguments: argparse.Namespace) -> AbstractContextManager[object]:
     """Where the model is built: on fake tensors if it is to be described for a GPU."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from remat.ir._torch import FakeTensorMode
 
     fake = arguments.fake or (arguments.device or "").startswith("cuda")
     return FakeTensorMode() if fake else contextlib.nullcontext()

@@ -149,9 +149,10 @@ class Launched:
         plan = remat.plan
         found.latest = plan
         found.reported += 1
-        self._write(found, remat, remat.explain())
+        text = remat.explain()
+        self._write(found, remat, text)
         if plan is not None and (found.plan is None or plan.peak_bytes >= found.plan.peak_bytes):
-            found.plan, found.explained = plan, remat.explain()
+            found.plan, found.explained = plan, text
         if found.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(found.device)  # planning has run kernels
         elif self.settings.get("measure") and found.peak is None:

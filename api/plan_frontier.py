@@ -61,9 +61,8 @@ def plan_frontier(
         within = [replace(c, problem=replace(c.problem, budget=budget)) for c in candidates]
         chosen = choose(within)
         solution = solve_windows(chosen.problem, limits, start=chosen.least.schedule)
-        if (
-            solutions and solution.cost > solutions[-1].cost
-        ):  # what fits a smaller budget fits this one
+        # What fits a smaller budget fits this one, too.
+        if solutions and solution.cost > solutions[-1].cost:
             solution = replace(solutions[-1], bound=solution.bound)
         solutions.append(solution)
         points.append(

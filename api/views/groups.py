@@ -61,13 +61,10 @@ def alike(tensors: Iterable[HeldTensor]) -> tuple[Alike, ...]:
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
-def decisions(timeline: Timeline, border: int) -> tuple[Alike, ...]:
-    """What is decided of the activations of forward, folded: the most bytes first.
-
-    Args:
-        timeline: the step.
-        border: first instant of backward; repetitions after it are left out, their first executions are in.
-    """
+def decisions(timeline: Timeline) -> tuple[Alike, ...]:
+    """What is decided of the activations of forward, folded, the most bytes first; without repetitions."""
     decided = (SAVED, RECOMPUTED)
+    later = (i for i, op in enumerate(timeline.ops) if op.phase != "forward")
+    border = next(later, len(timeline.ops))
     made = (t for t in timeline.tensors if t.decision in decided and 0 <= t.birth < border)
     return alike(tensor for tensor in made if tensor.bytes)

@@ -22,12 +22,6 @@ def to_text(report: StepReport, width: int = 100) -> str:
     return "\n".join(shortened(line, width).rstrip() for line in lines)
 
 
-def border_of(timeline: Timeline) -> int:
-    """First instant that is not of forward."""
-    later = (i for i, op in enumerate(timeline.ops) if op.phase != "forward")
-    return next(later, len(timeline.ops))
-
-
 def at_peak(timeline: Timeline) -> dict[str, int]:
     """Bytes by role at the peak; roles that hold none are left out."""
     if not timeline.ops:
@@ -73,7 +67,7 @@ def _ledger(report: StepReport) -> list[str]:
             line += f"{in_units(now):>12}{change:>12}"
         lines.append(line)
     if report.budget_bytes is not None:
-        lines.append(f"{'budget':<20}{'':>12}{in_units(report.budget_bytes):>12}")
+        lines.append(f"{'budget':<20}{'':>{12 * both}}{in_units(report.budget_bytes):>12}")
     return lines
 
 
@@ -107,7 +101,7 @@ def _quality(report: StepReport, plan: PlanFigures) -> list[str]:
 
 
 def _decisions(timeline: Timeline, width: int) -> list[str]:
-    rows = decisions(timeline, border_of(timeline))
+    rows = decisions(timeline)
     lines = [f"the decisions that matter most, of {len(rows)} (layers alike in one row):"]
     lines += _table(rows[:DECISIONS], width, held=False)
     return lines
