@@ -7,9 +7,9 @@ source line and a fate of its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from remat.ir import Graph, Op, OutputKind, Role, Trace
+from remat.ir import Block, Graph, Op, OutputKind, Role, Trace
 from remat.passes import Patterns, demands
 
 from .planned import Planned
@@ -29,17 +29,16 @@ def planned_tensors(planned: Planned, times: Sequence[int]) -> tuple[HeldTensor,
     emitted = planned.emitted
     assert emitted is not None
     graph, trace = emitted.graph, planned.trace
-    count = len(graph.storages)
     why = _Why(planned, graph)
     tensors: list[HeldTensor] = []
     for storage, results in enumerate(_results(graph)):
         tensors += _of_storage(storage, results, trace, why, times, len(tensors))
-    return (*tensors, *(beside(trace, number) for number in range(count, len(trace.blocks))))
+    beside = trace.blocks[len(graph.storages) :]
+    return (*tensors, *(tensor_of(block, trace) for block in beside))
 
 
-def beside(trace: Trace, number: int, decision: Decision = ("", "")) -> HeldTensor:
-    """A block of a trace as it is."""
-    block = trace.blocks[number]
+def tensor_of(block: Block, trace: Trace, decision: Decision = ("", "")) -> HeldTensor:
+    """A block of a trace as a row."""
     maker = trace.instants[block.birth] if block.birth >= 0 else None
     return HeldTensor(
         name=block.name,
@@ -200,23 +199,10 @@ def _of_storage(
         name = why.names.get(storage) or (value.name if value else block.name)
         if k == len(results) - 1:
             name = why.gradients.get(storage, name)
-        decision, reason = why.decision(result, block.role)
-        maker = trace.instants[birth] if birth >= 0 else None
-        tensors.append(
-            HeldTensor(
-                name=name,
-                role=block.role.value,
-                bytes=int(block.size),
-                birth=birth,
-                death=death,
-                text=value.text if value else block.text,
-                op=maker.target if maker else "",
-                module=maker.module if maker else _module_of(block.role, name),
-                source=maker.source if maker else "",
-                decision=decision,
-                reason=reason,
-                recompute_ns=times[birth] if decision else 0,
-                over=first + k - 1 if k else -1,
-            )
-        )
+        text = value.text if value else block.text
+        lives = replace(block, name=name, birth=birth, death=death, text=text)
+        decision = why.decision(result, block.role)
+        tensor = tensor_of(lives, trace, decision)
+        time = times[birth] if decision[0] else 0
+        tensors.append(replace(tensor, recompute_ns=time, over=first + k - 1 if k else -1))
     return tensors

@@ -14,7 +14,7 @@ from remat.passes.formula_text import to_latex, to_text
 from .explain import rests_on
 from .outstanding import with_others
 from .planned import Planned
-from .planned_tensors import Decision, beside, planned_tensors
+from .planned_tensors import Decision, planned_tensors, tensor_of
 from .planner import times_of
 from .request import eager_of
 from .views.step_report import (
@@ -144,7 +144,7 @@ def _eager_timeline(trace: Trace) -> Timeline:
         return _EAGER.get(block.role, ("", ""))
 
     ops = _ops(trace, {}, [0] * len(trace.instants))
-    tensors = [beside(trace, i, decided(block)) for i, block in enumerate(trace.blocks)]
+    tensors = (tensor_of(block, trace, decided(block)) for block in trace.blocks)
     return Timeline("eager", ops, tuple(tensors))
 
 

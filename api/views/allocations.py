@@ -27,28 +27,6 @@ BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
-    """One allocation of a predicted step."""
-
-    name: str
-    role: str
-    """A `remat.ir.Role`, or `SCRATCH`."""
-    bytes: int
-    birth: int
-    """Instant at which it is made; -1: before the step."""
-    death: int
-    """Instant at whose end it is freed; the number of instants: it is not freed in the step."""
-    text: str
-    """Type and shape; empty if unknown."""
-    op: str
-    module: str
-    source: str
-    """``file.py:12``; empty if unknown."""
-    decision: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Event:
     """One call of the allocator."""
 
@@ -62,54 +40,49 @@ def rounded(size: int) -> int:
     return max(-(-size // BLOCK), 1) * BLOCK
 
 
-def allocations(timeline: Timeline) -> tuple[Allocation, ...]:
-    """Definitions (1) and (3)."""
+def allocations(timeline: Timeline) -> tuple[HeldTensor, ...]:
+    """Definitions (1) and (3); a tensor of role `SCRATCH` for the scratch of an op."""
     n = len(timeline.ops)
     storages = _storages(timeline)
-    before = [_of_tensor(t, n) for t in storages if t.birth < 0 and t.bytes]
-    born: list[list[Allocation]] = [[] for _ in range(n)]
+    before = [tensor for tensor in storages if tensor.birth < 0]
+    born: list[list[HeldTensor]] = [[] for _ in range(n)]
     for tensor in storages:
-        if 0 <= tensor.birth < n and tensor.bytes:
-            born[tensor.birth].append(_of_tensor(tensor, n))
+        if 0 <= tensor.birth < n:
+            born[tensor.birth].append(tensor)
     for instant, op in enumerate(timeline.ops):
         if op.scratch:
-            name = f"{SCRATCH} of {op.name}"
-            found = (name, SCRATCH, op.scratch, instant, instant, "", op.target, op.module)
-            born[instant].append(Allocation(*found, op.source))
+            born[instant].append(
+                HeldTensor(
+                    name=f"{SCRATCH} of {op.name}",
+                    role=SCRATCH,
+                    bytes=op.scratch,
+                    birth=instant,
+                    death=instant,
+                    text="",
+                    op=op.target,
+                    module=op.module,
+                    source=op.source,
+                )
+            )
     made = [*before, *(each for instant in born for each in instant)]
-    return tuple(each for each in made if each.death >= max(each.birth, 0))
+    return tuple(each for each in made if each.bytes and each.death >= max(each.birth, 0))
 
 
 def _storages(timeline: Timeline) -> list[HeldTensor]:
     """Tensors with memory of their own, which lives until the last one that is written over it dies."""
+    n = len(timeline.ops)
     deaths = [tensor.death for tensor in timeline.tensors]
     for number in reversed(range(len(deaths))):  # a tensor is written over one before it
         if (over := timeline.tensors[number].over) >= 0:
             deaths[over] = deaths[number]
     return [
-        replace(tensor, death=death)
+        replace(tensor, death=min(death, n))
         for tensor, death in zip(timeline.tensors, deaths, strict=True)
         if tensor.over < 0
     ]
 
 
-def _of_tensor(tensor: HeldTensor, instants: int) -> Allocation:
-    return Allocation(
-        name=tensor.name,
-        role=tensor.role,
-        bytes=tensor.bytes,
-        birth=tensor.birth,
-        death=min(tensor.death, instants),
-        text=tensor.text,
-        op=tensor.op,
-        module=tensor.module,
-        source=tensor.source,
-        decision=tensor.decision,
-        reason=tensor.reason,
-    )
-
-
-def events(made: Sequence[Allocation], instants: int) -> Iterator[Event]:
+def events(made: Sequence[HeldTensor], instants: int) -> Iterator[Event]:
     """Definition (2), without the allocations that are made before the step.
 
     Args:

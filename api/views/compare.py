@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .alignment import best_place, common_pairs, near_pairs, next_place
-from .allocations import Allocation, allocations, rounded
+from .allocations import allocations, rounded
 from .recording import Recorded, Recording, to_recording
-from .step_report import StepReport, Timeline
+from .step_report import HeldTensor, StepReport, Timeline
 
 BEFORE, UNMATCHED = "before the step", "only measured"
 """Parts of a peak beside the roles."""
@@ -196,11 +196,11 @@ def compare_snapshot(snapshot: Mapping[str, Any], report: StepReport) -> Snapsho
     )
 
 
-def _sizes(each: Sequence[Allocation | Recorded]) -> list[int]:
+def _sizes(each: Sequence[HeldTensor | Recorded]) -> list[int]:
     return [rounded(one.bytes) for one in each]
 
 
-def _step(predicted: Sequence[Allocation], recording: Recording) -> _Step:
+def _step(predicted: Sequence[HeldTensor], recording: Recording) -> _Step:
     """Definition (2)."""
     every = [each for each in recording.allocations if each.birth >= 0]
     place = slice(0, len(every))
@@ -215,21 +215,21 @@ def _step(predicted: Sequence[Allocation], recording: Recording) -> _Step:
     return _Step(recording, every[place], begin, recording.totals()[: end + 1])
 
 
-def _pairs(predicted: Sequence[Allocation], step: Sequence[Recorded]) -> list[tuple[int, int]]:
+def _pairs(predicted: Sequence[HeldTensor], step: Sequence[Recorded]) -> list[tuple[int, int]]:
     """Definition (3), in the predicted order."""
     pattern, text = _sizes(predicted), _sizes(step)
     pairs = common_pairs(pattern, text)
     return sorted(pairs + near_pairs(pattern, text, pairs, _REACH))
 
 
-def _last_before(found: Sequence[tuple[int, Allocation]], event: int) -> Allocation | None:
+def _last_before(found: Sequence[tuple[int, HeldTensor]], event: int) -> HeldTensor | None:
     """The allocation that was last found before an event."""
     number = bisect_right(found, event - 1, key=lambda pair: pair[0])
     return found[number - 1][1] if number else None
 
 
 def _parts(
-    timeline: Timeline, step: _Step, partner: Mapping[int, Allocation]
+    timeline: Timeline, step: _Step, partner: Mapping[int, HeldTensor]
 ) -> tuple[Beside, ...]:
     """Definition (4).
 
@@ -259,7 +259,7 @@ def _parts(
 
 
 def _phases(
-    timeline: Timeline, found: Sequence[tuple[int, Allocation]], step: _Step
+    timeline: Timeline, found: Sequence[tuple[int, HeldTensor]], step: _Step
 ) -> tuple[Beside, ...]:
     """Peaks by phase, in the order of the step.
 
@@ -283,14 +283,14 @@ def _phases(
     )
 
 
-def _matched(predicted: Allocation, measured: Recorded, held_longer: bool) -> Matched:
+def _matched(predicted: HeldTensor, measured: Recorded, held_longer: bool) -> Matched:
     sizes = predicted.bytes, measured.bytes
     places = predicted.source, measured.where
     return Matched(predicted.name, predicted.role, *sizes, *places, held_longer)
 
 
 def _only_predicted(
-    predicted: Sequence[Allocation], found: set[int], instant: int
+    predicted: Sequence[HeldTensor], found: set[int], instant: int
 ) -> tuple[OnlyPredicted, ...]:
     return tuple(
         OnlyPredicted(
@@ -308,7 +308,7 @@ def _only_predicted(
 
 
 def _only_measured(
-    each: Recorded, after: Allocation | None, at_peak: bool, events: int
+    each: Recorded, after: HeldTensor | None, at_peak: bool, events: int
 ) -> OnlyMeasured:
     name = after.name if after else ""
     return OnlyMeasured(each.bytes, each.where, name, at_peak, each.death == events)

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from .allocations import Allocation, Event, allocations, events, place, rounded
-from .step_report import Timeline
+from .allocations import Event, allocations, events, place, rounded
+from .step_report import HeldTensor, Timeline
 
 _BASE = 0x7F00_0000_0000
 """Address of the segment: as on a GPU, and small enough to be exact in JavaScript."""
@@ -109,7 +109,7 @@ def _blocks(held: Sequence[tuple[int, int, Any]], total: int) -> list[dict[str, 
     return blocks
 
 
-def _frames(each: Allocation) -> list[dict[str, Any]]:
+def _frames(each: HeldTensor) -> list[dict[str, Any]]:
     """A "stack", innermost first: viewers search it, and flame graphs group by it."""
     file, _, line = each.source.rpartition(":")
     if not line.isdigit():
