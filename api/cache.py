@@ -138,8 +138,7 @@ def _again(step: Step, plan: Plan, clock: Clock) -> Planned:
     clock.begin("rewrite")
 
     def formulated(prepared: Prepared) -> tuple[Problem, Index]:
-        costs = [0] * len(prepared.graph.ops)  # nothing is solved
-        return step.formulate(prepared, costs, step.request.patterns)
+        return step.formulate(prepared, {}, step.request.patterns)  # nothing is solved
 
     found = replayed(plan, step.prepared, formulated)
     if found is None:

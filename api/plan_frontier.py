@@ -44,8 +44,7 @@ def plan_frontier(
     by_name = {op.name: t for op, t in zip(prepared.graph.ops, times, strict=True)}
 
     def formulated(ordered: Prepared) -> tuple[Problem, Index]:
-        costs = [by_name.get(op.name, 0) for op in ordered.graph.ops]
-        return step.formulate(ordered, costs, request.patterns)
+        return step.formulate(ordered, by_name, request.patterns)
 
     limits, least_step = Limits(time_limit_s, request.limits.gap), peak_of_optimizer(step)
     report("frontier: least peak")

@@ -109,19 +109,19 @@ class Step:
         return sum(resident_bytes(self.prepared.graph).values()) + self.around.bytes
 
     def formulate(
-        self, prepared: Prepared, times: Sequence[int], patterns: Patterns
+        self, prepared: Prepared, times: Mapping[str, int], patterns: Patterns
     ) -> tuple[Problem, Index]:
         """The problem of the step.
 
         Args:
             prepared: the step in one order.
-            times: of its ops, nanoseconds.
+            times: of its ops by name, nanoseconds; 0 for those that are absent.
             patterns: to keep to.
         """
         graph, protocol = prepared.graph, self.request.protocol
         return formulate(
             graph,
-            times,
+            [times.get(op.name, 0) for op in graph.ops],
             protocol,
             resident=sum(resident_bytes(graph).values()) + self.around.bytes,
             budget=self.request.budget,

@@ -99,8 +99,7 @@ def _new_plan(step: Step, clock: Clock, known: Plan | None) -> Planned:
     def formulated(
         arranged: Prepared, patterns: Patterns = request.patterns
     ) -> tuple[Problem, Index]:
-        costs = [by_name.get(op.name, 0) for op in arranged.graph.ops]
-        return step.formulate(arranged, costs, patterns)
+        return step.formulate(arranged, by_name, patterns)
 
     brief = replace(request.limits, time_s=request.limits.time_s / 6)
     if known and known.is_eager and request.budget < baseline:
