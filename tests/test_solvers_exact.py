@@ -162,3 +162,16 @@ def test_without_time_the_answer_says_so() -> None:
 def test_brute_force_refuses_large_problems() -> None:
     with pytest.raises(SolverError, match="use solve_windows"):
         solve_brute_force(chain(20))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(9))
+def test_whoever_watches_sees_costs_fall_and_bounds_rise_to_the_answer(problem: Problem) -> None:
+    seen: list[tuple[float, float]] = []
+    solution = solve_windows(problem, watch=lambda cost, bound: seen.append((cost, bound)))
+    base = max(1, problem.baseline_cost)
+    assert [cost for cost, _ in seen] == sorted((cost for cost, _ in seen), reverse=True)
+    assert [bound for _, bound in seen] == sorted(bound for _, bound in seen)
+    if solution.schedule:
+        assert seen[-1][0] >= solution.cost / base
+        assert all(bound <= solution.cost / base + 1e-6 for _, bound in seen)

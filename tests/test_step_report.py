@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from remat import StepProtocol, StepReport, analyze
 from remat.passes import profile
 from remat.views.diff import diff
 from remat.views.groups import alike
+from remat.views.html import to_html
 from remat.views.step_report import NOT_NEEDED, RECOMPUTED, SAVED
 from remat.views.text import to_text
 
@@ -131,6 +133,14 @@ def test_results_that_share_a_storage_follow_each_other(made: Made) -> None:
 def test_json_gives_it_back(made: Made) -> None:
     report = made[1]
     assert StepReport.from_json(report.to_json()) == report
+
+
+def test_a_notebook_shows_the_page(made: Made) -> None:
+    report = made[1]
+    frame = report._repr_html_()
+    assert frame.startswith("<iframe ")
+    shown = unescape(frame.partition('srcdoc="')[2].partition('"')[0])
+    assert shown == to_html(report)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": "remat.memory_report/1"}'])
