@@ -15,7 +15,7 @@ from remat.ir import GuardError, InfeasibleBudgetError, UnsupportedGraphError
 from remat.ir.structure import take_tensors
 
 from .failure import ALWAYS_RAISED
-from .guards import Call
+from .guards import Call, State
 from .kept import Entry, Family, changing, largest
 from .outside import Outside, Remedy
 from .sizes import at_sizes, why_not_at
@@ -29,7 +29,7 @@ ANEW = 8
 
 def in_family(
     remat: "Remat",
-    family: Family | None,
+    served: tuple[Family, State] | None,
     model: nn.Module,
     forward: Callable[..., Any],
     call: Call,
@@ -37,10 +37,19 @@ def in_family(
 ) -> Entry:
     """The plan for a call that a family covers, made if there is none; no family: the first plan.
 
+    Args:
+        remat: of the drop-in.
+        served: the family, with parameters and buffers as they are now.
+        model: the drop-in.
+        forward: its original forward, bound.
+        call: normalised arguments.
+        tensors: of the call.
+
     Raises:
         GuardError: it is for new sizes, and the user wants no plans for these.
     """
-    resident = remat.resident(model, family)
+    resident = remat.resident(model, served)
+    family = served[0] if served else None
     if family is None or remat.stepping.other is not None:
         return remat.make(model, forward, call, resident, family)
     found = family.at(tensors, resident)

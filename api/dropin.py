@@ -31,12 +31,13 @@ from .budget import available_memory
 from .explain import explain
 from .failure import ALWAYS_RAISED, reason_of, short, unplanned
 from .frames import Frames
-from .guards import Call, arguments_of, described
+from .guards import Call, State, arguments_of, described
 from .kept import Entry, Family, Kept
 from .making import SHARDED, make_entry
 from .optimizers import traits, watch_optimizers
 from .options import Options, device_of
 from .out_of_memory import Circumstances, out_of_memory_explained
+from .outside import Outside
 from .outstanding import outstanding_text
 from .planned import Planned
 from .runtime import run
@@ -273,12 +274,12 @@ class Remat:
             return self._fall_back(model, why, forward, args, kwargs)
         previous = self.entry
         try:
-            family, outside = self.kept.serving(tensors, pattern)
-            if outside is not None:
-                entry = plan_outside(self, outside, model, forward, call)
-                why = self.unplannable.get(outside.why, outside.why)
+            served = self.kept.serving(tensors, pattern)
+            if isinstance(served, Outside):
+                entry = plan_outside(self, served, model, forward, call)
+                why = self.unplannable.get(served.why, served.why)
             else:
-                entry = in_family(self, family, model, forward, call, tensors)
+                entry = in_family(self, served, model, forward, call, tensors)
         except Exception as error:  # whatever a trace of the user's code may raise
             return self._without_plan(error, model, forward, args, kwargs)
         if entry is None:
@@ -368,11 +369,14 @@ class Remat:
         outstanding = max(0, self.outstanding - (phase == "backward"))
         return Circumstances(phase, self.entry.planned.plan, outstanding, other, unplanned)
 
-    def resident(self, model: nn.Module, family: Family | None) -> bool:
+    def resident(self, model: nn.Module, served: tuple[Family, State] | None) -> bool:
         """Gradients are there when the forward begins, or are to be planned for."""
         if self.options.protocol.gradients_resident:
             return True
-        return family.guard.has_gradients() if family else _has_gradients(model)
+        if served is None:
+            return any(parameter.grad is not None for parameter in model.parameters())
+        family, state = served
+        return family.guard.has_gradients(state)
 
     def _fall_back(
         self,
@@ -427,7 +431,3 @@ class Remat:
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Plan again if another optimizer than the assumed one steps; miss training calls."""
         self.stepping.stepped(self, optimizer)
-
-
-def _has_gradients(model: nn.Module) -> bool:
-    return any(p.grad is not None for p in model.parameters())

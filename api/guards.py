@@ -3,23 +3,20 @@
 A plan holds for: the same arguments (sizes, strides, types, device, need of a gradient; equal values of
 what is no tensor), the same parameters and buffers (type, device, sizes, strides, need of a gradient),
 the same state of all modules (see `module_state`), the same autocast state. The check runs at every call,
-so it only compares what was looked up once, and looks at parameters closely only when the address of one
-has changed.
-
-Not noticed: a parameter or buffer whose data is replaced by another view of the same memory.
+so it only compares what was looked up once; torch's own guards, in C++, compare parameters and buffers.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from remat.ir import UnsupportedGraphError
+from remat.ir._torch import tensor_check
 from remat.ir.structure import take_tensors
 from remat.passes import Prepared
 
@@ -29,8 +26,8 @@ from .outside import Outside, Remedy
 _DEVICES = ("cpu", "cuda")
 _PLAIN = (bool, int, float, str)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-_needs, _grad = attrgetter("requires_grad"), attrgetter("grad")
-_address = torch.Tensor.data_ptr
+State = list[torch.Tensor]
+"""Parameters, then buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +171,10 @@ class Guard:
     """Where each of them is registered."""
     were: tuple[tuple[Any, ...], ...]
     """What each of them was when the plan was made."""
+    alike: Callable[..., bool]
+    """Whether others in their places are like they were."""
     needs: tuple[bool, ...]
     """Whether each of them requires a gradient."""
-    addresses: list[int]
-    """Of each of them, when it was last looked at closely."""
     state: ModuleState
     """What the modules hold in Python."""
     autocast: tuple[Any, ...]
@@ -186,23 +183,29 @@ class Guard:
     updates_state: bool
     """The step updates a buffer or an argument in place."""
 
-    def why_not(self, tensors: list[torch.Tensor], pattern: object) -> Outside | None:
-        """Why a call is outside the guard; None if it is inside."""
+    def check(self, tensors: list[torch.Tensor], pattern: object) -> Outside | State:
+        """Parameters and buffers as they are now, for a call inside the guard; else why it is outside."""
         if not _equal(pattern, self.pattern):
             return Outside("other arguments, or other values of arguments that are no tensors")
         if found := self._other_arguments(tensors):
             return found
-        if self.updates and _share_memory(tensors):
-            return Outside(SHARED)
-        if self.updates_state and _share_state(tensors, self.places):
-            return Outside(
-                "an argument shares memory with a parameter or buffer, and the step updates some"
-            )
         if change := self.state.change():
             return change
         if _autocast() != self.autocast:
             return Outside("autocast is on or off, unlike when it was planned", Remedy.PLAN)
-        return self._other_state()
+        try:
+            state = [holder[key] for holder, key in self.places]
+        except KeyError as error:
+            return Outside(f"parameter or buffer {error} has been removed")
+        if not self.alike(*state) and (found := self._other_state(state)):
+            return found
+        if self.updates and _share_memory(tensors):
+            return Outside(SHARED)
+        if self.updates_state and _share_state(tensors, state):
+            return Outside(
+                "an argument shares memory with a parameter or buffer, and the step updates some"
+            )
+        return state
 
     def _other_arguments(self, tensors: list[torch.Tensor]) -> Outside | None:
         differ: list[tuple[int, tuple[Any, ...], tuple[Any, ...]]] = []
@@ -219,31 +222,23 @@ class Guard:
             Remedy.SIZES if sizes and other else Remedy.PLAN,
         )
 
-    def _other_state(self) -> Outside | None:
-        state: list[Any] = [holder.get(key) for holder, key in self.places]
-        try:
-            needs, addresses = tuple(map(_needs, state)), list(map(_address, state))
-        except (AttributeError, TypeError):  # None, or what else is no tensor
-            return Outside("a parameter or buffer has been removed")
-        if needs != self.needs:
-            return Outside("a parameter has been frozen, or is trained again", Remedy.PLAN)
-        if addresses != self.addresses:
-            for name, tensor, was in zip(self.names, state, self.were, strict=True):
-                if type(tensor) not in (nn.Parameter, torch.Tensor):
-                    return Outside(
-                        f"{name} has become a {type(tensor).__name__}, a tensor subclass"
-                    )
-                if (now := _of(tensor)) != was:
-                    why = f"{name} is {_text(now)}, planned for {_text(was)}"
-                    return Outside(why, Remedy.PLAN)
-            self.addresses[:] = addresses
-        return None
+    def _other_state(self, state: Sequence[object]) -> Outside | None:
+        for name, tensor, was in zip(self.names, state, self.were, strict=True):
+            if tensor is None:
+                return Outside(f"{name} has been removed")
+            if type(tensor) not in (nn.Parameter, torch.Tensor):
+                return Outside(f"{name} has become a {type(tensor).__name__}, a tensor subclass")
+            assert isinstance(tensor, torch.Tensor)
+            if (now := _of(tensor)) != was:
+                if now[:-1] == was[:-1]:
+                    return Outside(f"{name} has been frozen, or is trained again", Remedy.PLAN)
+                why = f"{name} is {_text(now)}, planned for {_text(was)}"
+                return Outside(why, Remedy.PLAN)
+        return None  # a mode is on or off that plans take no part in
 
     def conditions(self) -> int:
         """How many things are compared at every call."""
-        state = self.state
-        hooks = len(state.quiet) + len(state.hooked)
-        return len(self.arguments) + len(self.places) + len(state.names) + len(state.tied) + hooks
+        return len(self.arguments) + len(self.places) + self.state.conditions()
 
     def primals(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Inputs of the graph, in order."""
@@ -251,12 +246,19 @@ class Guard:
 
     def trained(self) -> list[torch.Tensor]:
         """Parameters that require a gradient."""
-        return [holder[key] for holder, key in compress(self.places, self.needs)]
+        return self._trained([holder[key] for holder, key in self.places])
 
-    def has_gradients(self) -> bool:
-        """Some trained parameter has a `.grad`."""
-        gradients = list(map(_grad, self.trained()))
+    def has_gradients(self, state: State) -> bool:
+        """Some trained parameter has a `.grad`.
+
+        Args:
+            state: parameters and buffers as they are now.
+        """
+        gradients = [parameter.grad for parameter in self._trained(state)]
         return gradients.count(None) < len(gradients)
+
+    def _trained(self, state: State) -> list[torch.Tensor]:
+        return list(compress(state, self.needs))
 
 
 SHARED = "arguments share memory, and the step updates an argument in place"
@@ -266,16 +268,9 @@ def _share_memory(tensors: list[torch.Tensor]) -> bool:
     return len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors)
 
 
-def _share_state(
-    tensors: list[torch.Tensor], places: tuple[tuple[Mapping[str, Any], str], ...]
-) -> bool:
+def _share_state(tensors: list[torch.Tensor], state: State) -> bool:
     arguments = {tensor.untyped_storage()._cdata for tensor in tensors}
-    state = [holder.get(key) for holder, key in places]
-    return any(
-        tensor.untyped_storage()._cdata in arguments
-        for tensor in state
-        if isinstance(tensor, torch.Tensor)
-    )
+    return any(tensor.untyped_storage()._cdata in arguments for tensor in state)
 
 
 def make_guard(
@@ -307,8 +302,8 @@ def make_guard(
         names=(*parameters, *buffers),
         places=tuple(places),
         were=tuple(map(_of, state)),
+        alike=tensor_check(state),
         needs=tuple(tensor.requires_grad for tensor in state),
-        addresses=[-1] * len(state),
         state=module_state(module),
         autocast=_autocast(),
         updates=updates,

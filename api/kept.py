@@ -21,7 +21,7 @@ import torch
 from remat.ir.capture import argument_names
 from remat.ir.fake import Dynamic, sizes_of
 
-from .guards import Guard, described
+from .guards import Guard, State, described
 from .outside import Outside, Remedy
 from .planned import Planned
 from .sizes import why_not_at
@@ -81,19 +81,19 @@ class Family:
                 return entry
         return None
 
-    def outside(self, tensors: list[torch.Tensor], pattern: object) -> Outside | None:
-        """Why a call is outside the guard, or has two numbers for one size; None if it is inside."""
-        found = self.guard.why_not(tensors, pattern)
-        if found is not None or not self.dynamic:
+    def check(self, tensors: list[torch.Tensor], pattern: object) -> Outside | State:
+        """`Guard.check`; a call that has two numbers for one size is outside, too."""
+        found = self.guard.check(tensors, pattern)
+        if isinstance(found, Outside) or not self.dynamic:
             return found
         _, size = self.key(tensors, False)
         if (True, size) in self.entries or (False, size) in self.entries:
-            return None
+            return found
         try:
             next(iter(self.entries.values())).planned.request.sizes_in(tensors)
         except ValueError as error:
             return Outside(str(error), Remedy.SIZES)
-        return None
+        return found
 
 
 @dataclass(slots=True)
@@ -105,18 +105,21 @@ class Kept:
 
     def serving(
         self, tensors: list[torch.Tensor], pattern: object
-    ) -> tuple[Family | None, Outside | None]:
-        """The family that a call belongs to; if there is none, how it differs from the one in use."""
+    ) -> tuple[Family, State] | Outside | None:
+        """The family that a call belongs to, with parameters and buffers as they are now.
+
+        If there is none, how the call differs from the family in use; None if there are no families.
+        """
         first: Outside | None = None
         for family in reversed(self.families):
-            found = family.outside(tensors, pattern)
-            if found is None:
+            found = family.check(tensors, pattern)
+            if not isinstance(found, Outside):
                 if family is not self.families[-1]:
                     self.families.remove(family)
                     self.families.append(family)
-                return family, None
+                return family, found
             first = first or found
-        return None, first
+        return first
 
     def add(self, family: Family, key: Key, entry: Entry) -> None:
         """Keep a plan, in a family that is known or new, and only the last plans that were made."""

@@ -1,20 +1,24 @@
 """What modules hold in Python that a trace has read, and whether it has changed since.
 
 Watched, of the model and all its submodules: attributes (plain ones, such as a dropout probability or a mode,
-by value; all others by identity), added attributes, submodules by identity, names that share a parameter or
-buffer, and hooks of submodules. The root's own hooks run outside the plan.
+by type and value; all others by identity), added attributes, submodules by identity, added submodules,
+parameters and buffers that are added or no longer None, names that share one, and hooks of submodules. The
+root's own hooks run outside the plan.
+
+A dict has a version, which torch reads in C++ and which is another one whenever the dict has changed; so a
+call reads one number for each module, and looks into those whose number is another one.
 
 Not noticed: changes inside lists, dicts and other objects that a module refers to; attributes of classes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
+
+from remat.ir._torch import dict_version
 
 from .outside import Outside, Remedy
 
@@ -41,117 +45,132 @@ _PURE = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+Place = tuple[Mapping[str, Any], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Attributes of one module, or its submodules, and what they were."""
+
+    path: str
+    """Of the module."""
+    table: dict[str, Any]
+    what: str
+    """An attribute or a submodule, in words."""
+    ignored: frozenset[str]
+    """Keys that are no state of the user's."""
+    values: Mapping[str, Any]
+
+    def change(self) -> Outside | None:
+        """What has changed; None if nothing has."""
+        for key, was in self.values.items():
+            if key not in self.table:
+                return Outside(f"{self.what} {self._name(key)} has been removed")
+            if found := _changed(self._name(key), self.table[key], was):
+                return found
+        for key in self.table:
+            if key not in self.values and key not in self.ignored:
+                return Outside(f"{self.what} {self._name(key)} has been added", Remedy.PLAN)
+        return None
+
+    def _name(self, key: str) -> str:
+        return f"{self.path}.{key}".lstrip(".")
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleState:
     """A snapshot that is cheap to compare with the present."""
 
-    readers: tuple[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]], ...]
-    """Each reads the watched attributes of one module, or its submodules."""
-    values: list[tuple[Any, ...]]
-    """What each read then."""
-    tensors: tuple[tuple[Mapping[str, Any], str, torch.Tensor], ...]
-    """Tensors among these, with their places: one that is equal is another one all the same."""
-    names: tuple[str, ...]
-    tables: tuple[Mapping[str, Any], ...]
-    """Attributes of each module."""
-    paths: tuple[str, ...]
-    """Where each module is."""
+    watched: tuple[Watched, ...]
+    tables: tuple[dict[str, Any], ...]
+    """Of these."""
+    versions: list[int]
+    """Of the tables, when they were last looked into."""
+    tied: tuple[tuple[Place, Place], ...]
+    """Further places of a tensor, each with its first one."""
+    absent: tuple[Place, ...]
+    """Where a parameter or buffer is None."""
+    empty: tuple[Mapping[Any, Any], ...]
+    """Tables of parameters, buffers, submodules and hooks that hold nothing."""
+    registered: tuple[Mapping[str, Any], ...]
+    """Tables of parameters and buffers that hold some."""
     counts: list[int]
-    """How many attributes each has."""
-    computed: frozenset[str]
-    """Attributes that hooks compute for every forward."""
-    tied: tuple[tuple[Mapping[str, Any], str, Mapping[str, Any], str], ...]
-    """Further names of a tensor, with the place of its first name."""
-    quiet: tuple[Mapping[int, Any], ...]
-    """Hook tables that are empty."""
+    """How many they hold."""
     hooked: tuple[tuple[Mapping[int, Any], tuple[int, ...]], ...]
-    """Hook tables that are not, with the ids of their hooks."""
+    """Hook tables that hold some, with the ids of these."""
 
     def change(self) -> Outside | None:
         """What has changed; None if nothing has."""
-        try:
-            present = [read(holder) for read, holder in self.readers]
-        except KeyError as error:
-            return Outside(f"attribute {error} has been removed")
-        same = all([holder[key] is tensor for holder, key, tensor in self.tensors])
-        if not (same and _all_equal(present, self.values)):
-            flat = zip(chain(*present), chain(*self.values), self.names, strict=True)
-            for now, value, name in flat:
-                if found := _changed(name, now, value):
+        if any(self.empty) or any([tuple(held) != ids for held, ids in self.hooked]):
+            return self._registered_or_hooked()
+        versions = list(map(dict_version, self.tables))
+        if versions != self.versions:
+            for watched, now, was in zip(self.watched, versions, self.versions, strict=True):
+                if now != was and (found := watched.change()):
                     return found
-        if any([holder.get(key) is not first.get(k) for holder, key, first, k in self.tied]):
+            self.versions[:] = versions
+        if any([table.get(key) is not first.get(k) for (table, key), (first, k) in self.tied]):
             return Outside("parameters that were tied no longer are")
-        if any(self.quiet) or any([tuple(held) != ids for held, ids in self.hooked]):
-            return self._other_hooks()
-        counts = list(map(len, self.tables))
-        if counts != self.counts:
-            if found := self._added():
-                return found
-            self.counts[:] = counts
+        values = [table.get(key) for table, key in self.absent]
+        if values.count(None) < len(values) or list(map(len, self.registered)) != self.counts:
+            return _REGISTERED
         return None
 
-    def _added(self) -> Outside | None:
-        known = set(self.names)
-        for number, (table, path) in enumerate(zip(self.tables, self.paths, strict=True)):
-            for key in table:
-                name = f"{path}.{key}".lstrip(".")
-                if _is_watched(key, root=not number) and name not in known | self.computed:
-                    return Outside(f"attribute {name} has been added", Remedy.PLAN)
-        return None
+    def conditions(self) -> int:
+        """How many things are compared."""
+        kept = (self.tied, self.absent, self.empty, self.registered, self.hooked)
+        return sum(len(one.values) for one in self.watched) + sum(map(len, kept))
 
-    def _other_hooks(self) -> Outside:
+    def _registered_or_hooked(self) -> Outside:
         """Hooks that only compute can be planned; what others do would not happen in a planned step."""
-        tables = [held for held in self.quiet if held]
-        tables += [held for held, ids in self.hooked if tuple(held) != ids]
-        pure = all(_is_pure(hook) for held in tables for hook in held.values())
+        held = [table for table in self.empty if table]
+        if any(type(key) is str for table in held for key in table):
+            return _REGISTERED
+        held += [table for table, ids in self.hooked if tuple(table) != ids]
+        pure = all(_is_pure(hook) for table in held for hook in table.values())
         return Outside(
             "hooks of a submodule have been added or removed",
             Remedy.PLAN if pure else Remedy.NONE,
         )
 
 
+_REGISTERED = Outside("a parameter, buffer or submodule has been added or removed", Remedy.PLAN)
+
+
 def module_state(model: nn.Module) -> ModuleState:
     """The present state of a model."""
-    readers: list[tuple[Callable[[Any], tuple[Any, ...]], Mapping[str, Any]]] = []
-    tensors: list[tuple[Mapping[str, Any], str, torch.Tensor]] = []
-    names: list[str] = []
     modules = dict(model.named_modules())
+    watched = []
     for path, module in modules.items():
-        own, children = vars(module), vars(module)["_modules"]
-        computed = _computed(module)
-        watched = [k for k in own if _is_watched(k, root=module is model) and k not in computed]
-        tensors += [(own, k, own[k]) for k in watched if isinstance(own[k], torch.Tensor)]
-        for table, keys in ((own, watched), (children, list(children))):
-            if keys:
-                keys += keys[:1] if len(keys) == 1 else []  # else it would not be a tuple
-                readers.append((itemgetter(*keys), table))
-                names += [f"{path}.{key}".lstrip(".") for key in keys]
-    hooks = [
-        vars(child)[kind] for child in model.modules() if child is not model for kind in _HOOKS
-    ]
+        watched.append(_attributes(path, module, root=module is model))
+        if children := vars(module)["_modules"]:
+            watched.append(Watched(path, children, "submodule", frozenset(), dict(children)))
+    tables = [vars(module)[kind] for module in modules.values() for kind in _REGISTRIES[:2]]
+    hooks = [vars(m)[kind] for m in modules.values() if m is not model for kind in _HOOKS]
+    registries = [vars(module)[kind] for module in modules.values() for kind in _REGISTRIES]
+    registered = tuple(table for table in tables if table)
     return ModuleState(
-        readers=tuple(readers),
-        values=[read(holder) for read, holder in readers],
-        tensors=tuple(tensors),
-        names=tuple(names),
-        tables=tuple(map(vars, modules.values())),
-        paths=tuple(modules),
-        counts=[len(vars(module)) for module in modules.values()],
-        computed=frozenset(
-            f"{path}.{key}".lstrip(".") for path, m in modules.items() for key in _computed(m)
-        ),
+        watched=tuple(watched),
+        tables=tuple(one.table for one in watched),
+        versions=[-1] * len(watched),
         tied=tuple(_tied(model)),
-        quiet=tuple(held for held in hooks if not held),
+        absent=tuple(
+            (table, key) for table in tables for key, value in table.items() if value is None
+        ),
+        empty=tuple(table for table in registries + hooks if not table),
+        registered=registered,
+        counts=list(map(len, registered)),
         hooked=tuple((held, tuple(held)) for held in hooks if held),
     )
 
 
-def _all_equal(these: list[tuple[Any, ...]], those: list[tuple[Any, ...]]) -> bool:
-    """Equal, or the very same; False if users compare in their own way, and it fails."""
-    try:
-        return these == those
-    except Exception:  # arrays
-        return False
+def _attributes(path: str, module: nn.Module, *, root: bool) -> Watched:
+    """The attributes of a module; what is put around the root's forward is none."""
+    ignored = _UNREAD | _computed(module) | ({"forward"} if root else set())
+    table = vars(module)
+    values = {key: value for key, value in table.items() if key not in ignored}
+    return Watched(path, table, "attribute", ignored, values)
 
 
 def _is_pure(hook: object) -> bool:
@@ -164,13 +183,8 @@ def _computed(module: nn.Module) -> set[str]:
     return {getattr(hook, key, "") for hook in hooks for key in ("name", "_tensor_name")}
 
 
-def _is_watched(key: str, *, root: bool) -> bool:
-    """Whether an attribute is state; what is put around the root's forward is not."""
-    return key not in _UNREAD and not (root and key == "forward")
-
-
 def _changed(name: str, now: object, was: object) -> Outside | None:
-    if now is was or (type(now) is type(was) and _is_plain(was) and now == was):
+    if now is was or (type(now) is type(was) and _is_same(now, was)):
         return None
     if not (_is_plain(now) and _is_plain(was)):
         few = callable(now) and callable(was) and not isinstance(was, nn.Module)
@@ -183,14 +197,24 @@ def _changed(name: str, now: object, was: object) -> Outside | None:
     )
 
 
+def _is_same(now: object, was: object) -> bool:
+    """Whether two of a type are equal; a tensor that is equal is another one all the same."""
+    if isinstance(now, torch.Tensor | nn.Module):
+        return False
+    try:
+        return bool(now == was)
+    except Exception:  # arrays, and whatever else users compare in their own way
+        return False
+
+
 def _is_plain(value: object) -> bool:
     if type(value) is tuple:
         return all(map(_is_plain, value))
     return type(value) in _PLAIN
 
 
-def _tied(model: nn.Module) -> list[tuple[Mapping[str, Any], str, Mapping[str, Any], str]]:
-    first: dict[int, tuple[Mapping[str, Any], str]] = {}
+def _tied(model: nn.Module) -> list[tuple[Place, Place]]:
+    first: dict[int, Place] = {}
     found = []
     for module in model.modules():
         for table in (vars(module)["_parameters"], vars(module)["_buffers"]):
@@ -198,7 +222,7 @@ def _tied(model: nn.Module) -> list[tuple[Mapping[str, Any], str, Mapping[str, A
                 if tensor is None:
                     continue
                 if id(tensor) in first:
-                    found.append((table, key, *first[id(tensor)]))
+                    found.append(((table, key), first[id(tensor)]))
                 else:
                     first[id(tensor)] = (table, key)
     return found

@@ -4,6 +4,7 @@ Tested on torch 2.13. They exist from 2.11 to 2.14, as far as their sources tell
 """
 
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch._C._autograd import (
     _top_saved_tensors_default_hooks as saved_tensors_hooks,  # hooks in force, or None
 )
+from torch._C._dynamo.guards import TensorGuards, dict_version
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.comptime import comptime  # runs a function while Dynamo captures its caller
 from torch._dynamo.eval_frame import innermost_backend
@@ -70,6 +72,7 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "compiling_state",
     "comptime",
+    "dict_version",
     "enable_python_dispatcher",
     "functorch_config",
     "graph_task_id",
@@ -85,6 +88,7 @@ __all__ = [
     "reparametrize",
     "saved_tensors_hooks",
     "scoped_library",
+    "tensor_check",
     "tracing",
 ]
 
@@ -92,3 +96,13 @@ __all__ = [
 def in_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap, ...) is going on."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A check in C++ that other tensors are like these.
+
+    It compares class, dispatch keys (autocast, modes), type, device, need of a gradient, sizes and strides.
+    """
+    sizes: Any = [list(tensor.shape) for tensor in tensors]  # torch's stub has lists of numbers
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check

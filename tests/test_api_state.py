@@ -15,16 +15,24 @@ from remat import optimize_checkpoints
 QUICK: dict[str, Any] = {"time_limit_s": 1.0, "gap": 1.0, "recompute": ("::aten.tanh*",)}
 
 
+ONE = torch.ones(1)
+
+
 class Net(nn.Module):
     flag = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+        self.scales, self.shifts = nn.ParameterList(), nn.ParameterDict({"a": nn.Parameter(ONE)})
+        self.layers, self.none = nn.Sequential(nn.Tanh()), nn.ModuleList()
+        self.register_module("last", None)
+        self.register_buffer("square", torch.arange(256.0).reshape(16, 16) / 256)
         self.act: Callable[[Tensor], Tensor] = torch.relu
         self.mask = torch.ones(16)
         self.dtype = torch.float32
         self.alpha: Any = 2.0
+        self.once: Any = True
         self.known = {1, 2, 3, 4, 16}
         for i in range(6):
             self.register_buffer(f"table_{i}", torch.ones(1), persistent=False)
@@ -36,8 +44,19 @@ class Net(nn.Module):
             y = y + 1
         if hasattr(self, "extra"):
             y = y * self.extra  # type: ignore[operator]
+        for scale in self.scales:
+            y = y * scale
+        for shift in self.shifts.values():
+            y = y + shift
+        for layer in (*self.none, *([self.last] if self.last else [])):
+            y = layer(y)
+        y = self.layers(y) @ self.square + (1 if self.once is True else 2)
         result: Tensor = self.b(y).tanh().sum()
         return result
+
+
+def transposed(model: Any) -> None:
+    model.square.data = model.square.data.T  # the same address and sizes
 
 
 def patched_forward(model: Any) -> None:
@@ -52,6 +71,14 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "type": lambda m: setattr(m, "dtype", torch.bfloat16),
     "number to tensor": lambda m: setattr(m, "alpha", torch.full((16,), 0.5)),
     "forward of a submodule": patched_forward,
+    "parameter that was None": lambda m: setattr(m.b, "bias", nn.Parameter(torch.ones(16))),
+    "parameter in a list that was empty": lambda m: m.scales.append(nn.Parameter(2 * ONE)),
+    "parameter in a dict": lambda m: m.shifts.update({"b": nn.Parameter(2 * ONE)}),
+    "submodule in a list": lambda m: m.layers.append(nn.Tanh()),
+    "submodule in a list that was empty": lambda m: m.none.append(nn.Tanh()),
+    "submodule that is None": lambda m: setattr(m, "last", nn.Tanh()),
+    "buffer of the same memory": transposed,
+    "one for True": lambda m: setattr(m, "once", 1),
 }
 
 
