@@ -3,9 +3,11 @@
 A call of another kind gets a plan of its own, up to `ANEW` times. Where only sizes differ, the plan is made
 with these as symbols, at the largest ones so far, so that it serves every other batch, too. A call that
 cannot be planned runs the original forward, with the reason.
+
+A plan gives way to another, too, when an output has received a gradient that it was not made for (`rerun`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ from .failure import ALWAYS_RAISED
 from .guards import Call, State
 from .kept import Entry, Family, changing, largest
 from .outside import Outside, Remedy
+from .rerun import because
 from .sizes import at_sizes, why_not_at
 
 if TYPE_CHECKING:
@@ -50,8 +53,12 @@ def in_family(
     """
     resident = remat.resident(model, served)
     family = served[0] if served else None
-    if family is None or remat.stepping.other is not None:
-        return remat.make(model, forward, call, resident, family)
+    narrow = _narrow(remat, family, call) if family and remat.options.outputs else []
+    if family is None or remat.stepping.other is not None or narrow:
+        entry = remat.make(model, forward, call, resident, family)
+        if family and narrow:
+            _forget(remat, family, narrow, call)
+        return entry
     found = family.at(tensors, resident)
     if found is not None and (found.beside >= remat.beside(model) or remat.anew >= ANEW):
         return found
@@ -66,6 +73,29 @@ def in_family(
     if reason:
         _replanned(remat, reason)
     return entry
+
+
+def _narrow(remat: "Remat", family: Family, call: Call) -> list[Entry]:
+    """Plans of a family that lack an output which has turned out to receive a gradient."""
+    wanted = remat.options.outputs_of(call)
+    return [entry for entry in family.distinct(resident=False) if _lacking(entry, wanted)]
+
+
+def _lacking(entry: Entry, wanted: Sequence[int]) -> list[int]:
+    program = entry.planned.program
+    spare = program.spare.outputs if program and program.spare else ()
+    return [i for i in wanted if i in spare]
+
+
+def _forget(remat: "Remat", family: Family, narrow: list[Entry], call: Call) -> None:
+    """Keep plans no longer that are too narrow, now that there is another; it has been said why."""
+    family.entries = {
+        key: entry
+        for key, entry in family.entries.items()
+        if not any(entry is other for other in narrow)
+    }
+    lacking = _lacking(narrow[-1], remat.options.outputs_of(call))
+    remat.stats.replanned[because(lacking)] += 1
 
 
 def plan_outside(

@@ -45,8 +45,9 @@ from remat.passes import (
 from remat.solvers import Problem
 
 from .outstanding import left_bytes
-from .planned import Clock, Planned, Step, as_it_is, runnable
+from .planned import Clock, Details, Planned, Step, as_it_is, runnable, step_of
 from .replay import replayed
+from .request import Request, prepare, surroundings
 
 FORMAT = 2
 """Of the files; another one has other fingerprints."""
@@ -83,45 +84,53 @@ def cached_plan(step: Step, folder: Path, clock: Clock) -> Planned | None:
             raise VerifyError("it is for another step")
         plan = Plan.from_json(json.dumps(data["plan"]))
         if plan.is_eager:
-            return _eager_again(step, plan, _trace(data["trace"]), clock)
+            return _eager_again(step, plan, trace_of(data["trace"]), clock)
         return _again(step, plan, clock)
     except (
         OSError
     ):  # none yet; that a folder is out of reach is reported when the plan is to be kept
         return None
     except Exception as error:  # whatever a file may hold that is not what was written
-        _report_stale(path, error)
+        report_stale(path, error)
         return None
 
 
-def keep_plan(step: Step, folder: Path, planned: Planned) -> None:
+def keep_plan(step: Step, folder: Path, planned: Planned) -> bool:
     """Keep a plan; that this fails is reported, and no more."""
     plan = planned.plan
     if plan.is_eager and step.asked.dynamic:
-        return
-    path = _path(step, folder)
+        return True
     data = {
         "fingerprint": fingerprint(step),
         "plan": json.loads(plan.to_json()),
-        "trace": _trace_data(planned.trace) if plan.is_eager else None,
+        "trace": trace_data(planned.trace) if plan.is_eager else None,
     }
+    return keep_file(_path(step, folder), json.dumps(data))
+
+
+def keep_file(path: Path, text: str) -> bool:
+    """Write a file, so that others see all of it or nothing; that this fails is reported."""
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            draft.write_text(json.dumps(data), encoding="utf-8")
+            draft.write_text(text, encoding="utf-8")
             os.replace(draft, path)
         finally:
             draft.unlink(missing_ok=True)
+        return True
     except OSError as error:
-        warnings.warn(f"remat: the plan could not be kept in {folder}: {error}", stacklevel=2)
+        where = f"the plan could not be kept in {path.parent}"
+        warnings.warn(f"remat: {where}: {error}", stacklevel=3)
+        return False
 
 
 def _path(step: Step, folder: Path) -> Path:
     return folder / f"{fingerprint(step)[:32]}.json"
 
 
-def _report_stale(path: Path, error: Exception) -> None:
+def report_stale(path: Path, error: Exception) -> None:
+    """Say that a file is not what was written, and will be replaced."""
     why = f"{type(error).__name__}: {error}".splitlines()[0]
     warnings.warn(
         f"remat: the plan in {path} is stale, so the step is planned anew and the file replaced: {why}",
@@ -153,6 +162,19 @@ def _again(step: Step, plan: Plan, clock: Clock) -> Planned:
     return replace(planned, from_file=True)
 
 
+def details_of(request: Request, plan: Plan) -> Details:
+    """What explains a plan whose step has not been captured yet.
+
+    Raises:
+        VerifyError: the model is another one by now.
+    """
+    prepared = prepare(request)
+    step = step_of(request, prepared, surroundings(request, prepared))
+    if plan.is_eager:
+        return Details(prepared, None, step.beside)
+    return _again(step, plan, Clock(lambda part: None)).details()
+
+
 def _as_stored(step: Step, plan: Plan, emitted: Emitted) -> Plan:
     """The plan with all that follows from its program found anew."""
     return replace(
@@ -182,11 +204,12 @@ def _eager_again(step: Step, plan: Plan, trace: Trace, clock: Clock) -> Planned:
         raise VerifyError("its figures are not those of its trace")
     clock.begin("")
     sizes = step.asked.sizes
-    made = as_it_is(step, plan, trace, Domain(sizes, sizes, ()), None, clock.seconds)
+    made = as_it_is(step, plan, trace, Domain(sizes, sizes, ()), clock.seconds)
     return replace(made, from_file=True)
 
 
-def _trace_data(trace: Trace) -> dict[str, Any]:
+def trace_data(trace: Trace) -> dict[str, Any]:
+    """A trace of numbers as plain data."""
     return {
         "instants": [
             (i.name, i.target, i.phase, int(i.scratch), i.source, i.module) for i in trace.instants
@@ -195,7 +218,8 @@ def _trace_data(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _trace(data: dict[str, Any]) -> Trace:
+def trace_of(data: dict[str, Any]) -> Trace:
+    """The trace of `trace_data`."""
     return Trace(
         tuple(
             Instant(name, target, Phase(phase), sympy.Integer(scratch), source, module)

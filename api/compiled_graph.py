@@ -226,13 +226,13 @@ class Compiled:
 
 def _entry(planned: Planned, module: BoundGraph, inputs: Sequence[Any]) -> _Entry:
     """What is kept of a plan: nothing that holds the inputs it was made for."""
-    captured = planned.prepared.capture
+    interface = planned.interface
     arguments = [inputs[i] for i in module.rest]
     tensors, _ = take_tensors(arguments)
     first = {
         id(value): i for i, value in zip(reversed(module.rest), reversed(arguments), strict=True)
     }
-    sources = [module.state[name] for name in (*captured.parameters, *captured.buffers)]
+    sources = [module.state[name] for name in (*interface.parameters, *interface.buffers)]
     sources += [first[id(tensor)] for tensor in tensors]
     program = planned.program
     updated = [program.position[name] for name in program.parts.mutations] if program else []
@@ -243,7 +243,7 @@ def _entry(planned: Planned, module: BoundGraph, inputs: Sequence[Any]) -> _Entr
         program=program,
         sources=tuple(sources),
         updated=tuple(sources[i] for i in updated),
-        rebuild=rebuilder(captured.output_pattern),
+        rebuild=rebuilder(interface.output_pattern),
     )
 
 

@@ -23,7 +23,7 @@ from remat.ir import GuardError
 from remat.ir._torch import in_transform
 from remat.ir.fake import Dynamic
 from remat.ir.structure import take_tensors
-from remat.passes import Plan
+from remat.passes import Plan, joined
 
 from .anew import in_family, plan_outside
 from .beside import MODELS, Others, follow
@@ -40,6 +40,7 @@ from .out_of_memory import Circumstances, out_of_memory_explained
 from .outside import Outside
 from .outstanding import outstanding_text
 from .planned import Planned
+from .rerun import kept_before
 from .runtime import run
 from .sizes import at_sizes, peak_at
 from .stats import Stats
@@ -113,7 +114,7 @@ class Remat:
     def backward_graph(self) -> fx.GraphModule | None:
         """The planned backward in one graph (it runs in stages); None if the original forward runs."""
         parts = self.entry.planned.parts if self.entry else None
-        return parts.backward if parts else None
+        return joined(parts) if parts else None
 
     def guards(self) -> int:
         """Conditions that are compared at every call of the plan in use."""
@@ -292,7 +293,7 @@ class Remat:
             with out_of_memory_explained(lambda: self.circumstances("forward"), self.stats):
                 output = self._followed_through(forward(*args, **kwargs))
         else:
-            output = self._run(entry, model, forward, call, tensors)
+            output = self._run(entry, model, forward, call, (tensors, pattern))
         self.stats.planned += 1
         return output
 
@@ -313,15 +314,17 @@ class Remat:
         model: nn.Module,
         forward: Callable[..., Any],
         call: Call,
-        tensors: list[torch.Tensor],
+        taken: tuple[list[torch.Tensor], object],
     ) -> Any:
-        """Run a plan's forward."""
+        """Run a plan's forward; `taken` are the tensors of the call, and its pattern."""
         assert entry.planned.program is not None
         if entry is self._unverified:
             self._unverified = None
             return run_verified(self, entry, model, forward, call)
+        tensors, pattern = taken
         primals = entry.guard.primals(tensors)
-        return entry.rebuild(run(entry.planned.program, primals, Frames(weakref.ref(self))))
+        rerun = kept_before(self, entry, primals, pattern)
+        return entry.rebuild(run(entry.planned.program, primals, Frames(weakref.ref(self)), rerun))
 
     def _without_plan(
         self,

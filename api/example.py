@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from remat.ir._torch import FakeTensor
-from remat.ir.capture import argument_names
 from remat.ir.fake import Dynamic, sizes_of
+from remat.ir.functional import argument_names
 from remat.ir.structure import put_tensors, take_tensors
 from remat.passes.eager import EagerStep, eager_step
 from remat.passes.loop import Loop

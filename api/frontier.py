@@ -7,7 +7,7 @@ a plan was found; that no larger one fits is as far as was found, not proven.
 from collections.abc import Mapping
 
 from remat.ir import InfeasibleBudgetError
-from remat.ir.capture import is_fake
+from remat.ir.fake import is_fake
 from remat.passes import StepProtocol
 from remat.passes.formula_solve import last
 

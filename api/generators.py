@@ -7,6 +7,9 @@ import torch
 
 
 def _devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
+    # Quicker than to look at each.
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
     return list(dict.fromkeys(t.device for t in tensors if t.is_cuda))
 
 

@@ -18,10 +18,10 @@ from torch import nn
 from remat.ir import UnsupportedGraphError
 from remat.ir._torch import tensor_check
 from remat.ir.structure import take_tensors
-from remat.passes import Prepared
 
 from .module_state import ModuleState, module_state
 from .outside import Outside, Remedy
+from .program import Interface
 
 _DEVICES = ("cpu", "cuda")
 _PLAIN = (bool, int, float, str)
@@ -274,24 +274,23 @@ def _share_state(tensors: list[torch.Tensor], state: State) -> bool:
 
 
 def make_guard(
-    module: nn.Module, call: Call, prepared: Prepared, dynamic: tuple[frozenset[int], ...]
+    module: nn.Module, call: Call, interface: Interface, dynamic: tuple[frozenset[int], ...]
 ) -> Guard:
     """The guard of a plan that is made now, for this call.
 
     Args:
         module: the drop-in.
         call: its normalised arguments.
-        prepared: what is known of the step.
+        interface: of the plan.
         dynamic: per tensor argument, dimensions whose size may differ.
 
     Raises:
         UnsupportedGraphError: it does, and the arguments share memory.
     """
     tensors, pattern = take_tensors(call)
-    updates = prepared.updates_arguments()
-    if updates and _share_memory(tensors):
+    if interface.updates_arguments and _share_memory(tensors):
         raise UnsupportedGraphError(f"{SHARED}, so the others change too. Pass copies instead.")
-    parameters, buffers = prepared.capture.parameters, prepared.capture.buffers
+    parameters, buffers = interface.parameters, interface.buffers
     places = [_place(module, name, "_parameters") for name in parameters]
     places += [_place(module, name, "_buffers") for name in buffers]
     state = [holder[key] for holder, key in places]
@@ -306,8 +305,8 @@ def make_guard(
         needs=tuple(tensor.requires_grad for tensor in state),
         state=module_state(module),
         autocast=_autocast(),
-        updates=updates,
-        updates_state=prepared.updates_state(),
+        updates=interface.updates_arguments,
+        updates_state=interface.updates_state,
     )
 
 

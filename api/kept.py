@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from remat.ir.capture import argument_names
 from remat.ir.fake import Dynamic, sizes_of
+from remat.ir.functional import argument_names
 
 from .guards import Guard, State, described
 from .outside import Outside, Remedy

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from remat.ir import InfeasibleBudgetError
-from remat.ir.capture import argument_names
 from remat.ir.fake import Dynamic
+from remat.ir.functional import argument_names
 from remat.ir.structure import rebuilder, take_tensors
 from remat.passes import StepProtocol
 
@@ -62,12 +62,11 @@ def make_entry(
     _say_of_hooks(remat, model)
     planned = _planned(remat, request, known, beside)
     _say_of_plan(remat, planned)
-    captured = planned.prepared.capture
     tensors, pattern = take_tensors(call)
     names = argument_names(forward, pattern, len(tensors)) if dynamic else [""] * len(tensors)
     dims = tuple(frozenset(dynamic.get(name, ())) for name in names)
-    guard = make_guard(model, call, planned.prepared, dims)
-    rebuild = rebuilder(captured.output_pattern)
+    guard = make_guard(model, call, planned.interface, dims)
+    rebuild = rebuilder(planned.interface.output_pattern)
     return Entry(guard, planned, rebuild, beside, left_bytes(planned.trace))
 
 
@@ -115,7 +114,7 @@ def _say_of_hooks(remat: "Remat", model: nn.Module) -> None:
 
 
 def _say_of_plan(remat: "Remat", planned: Planned) -> None:
-    if planned.prepared.capture.checkpointed:
+    if planned.interface.checkpointed:
         remat.warn(
             "checkpoints",
             "remat: the model checkpoints parts of itself (torch.utils.checkpoint). In planned steps "

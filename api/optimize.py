@@ -105,18 +105,20 @@ def optimize_checkpoints(
     example arguments the first two are raised by the first training call, and so is the third with
     ``on_failure="raise"``. Training may raise, besides what eager raises:
         InfeasibleBudgetError: the loop has turned out to need more than was planned for (gradients that
-            are accumulated, another optimizer), and no plan fits.
-        GuardError: an output receives a gradient that the plan was not made for; or, with
-            ``on_new_size="refuse"``, no plan covers a call's sizes.
+            are accumulated, another optimizer, an output that receives a gradient), and no plan fits.
+        GuardError: an output receives a gradient that is not among the `gradient_outputs` you named, or for
+            which the step cannot be run again (see `rerun`); or, with ``on_new_size="refuse"``, no plan
+            covers a call's sizes.
         VerifyError: with ``verify=True``, the planned step differs from eager.
     """
     limits = Limits(time_limit_s, gap)
     check_example(example_args)
+    protocol = protocol or StepProtocol()
     options = Options(
         budget_gb,
         loss_fn,
         optimizer,
-        protocol or StepProtocol(),
+        protocol,
         cost_model,
         limits,
         patterns_of(save, recompute),
@@ -126,6 +128,7 @@ def optimize_checkpoints(
         verify,
         on_failure,
         sees_others=not (example_args or example_kwargs),
+        outputs={} if protocol.gradient_outputs == "auto" else None,
     )
     check(options, model)
     example = (tuple(example_args), dict(example_kwargs or {}))

@@ -1,8 +1,9 @@
 """The options of `optimize_checkpoints`, checked once."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,20 @@ from remat.ir.fake import Dynamic
 from remat.passes import Patterns, StepProtocol, device, planned_for_cuda
 from remat.solvers import Limits
 
+from .assumed_loss import assumed_loss
 from .budget import budget_bytes, device_memory
 from .guards import Call
 from .optimizers import Assumed
 from .request import Request
 from .wrappers import refuse_wrapped
+
+Kind = tuple[int, tuple[str, ...]]
+"""Of a call: how many arguments come by position, and the names of the others. Outputs depend on that."""
+
+
+def _kind(call: Any) -> Kind:
+    args, kwargs = call
+    return len(args), tuple(kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +50,32 @@ class Options:
     sees_others: bool = True
     """Other models in the process are counted. Not if the plan is for an example: it may be made while models
     are alive that will not be there in training, and is what the protocol says."""
+    outputs: Mapping[Kind, tuple[int, ...]] | None = None
+    """Outputs that have turned out to receive a gradient, by kind of call; None: the user says which do."""
 
     def budget_bytes(self, model: nn.Module) -> int:
         """The budget in bytes; parts of a device refer to the one that the plan is for."""
         if planned_for_cuda(model, self.cost_model):
             return budget_bytes(self.budget, device(self.cost_model).memory_bytes)
         return budget_bytes(self.budget, device_memory(device_of(model)))
+
+    def outputs_of(self, call: Any) -> tuple[int, ...]:
+        """Outputs to plan for because they have turned out to receive a gradient; usually none.
+
+        Args:
+            call: normalised arguments, or their pattern.
+        """
+        return self.outputs.get(_kind(call), ()) if self.outputs else ()
+
+    def with_outputs(self, call: Any, outputs: Iterable[int]) -> "Options":
+        """The options for a model of which these outputs have turned out to receive a gradient.
+
+        Args:
+            call: normalised arguments, or their pattern.
+            outputs: their positions.
+        """
+        found = tuple(sorted({*self.outputs_of(call), *outputs}))
+        return replace(self, outputs={**(self.outputs or {}), _kind(call): found})
 
     def request(
         self,
@@ -66,13 +96,18 @@ class Options:
             protocol: what is resident when.
             dynamic: sizes that change.
         """
+        loss_fn = self.loss_fn
+        if outputs := self.outputs_of(call):
+            protocol = replace(protocol, gradient_outputs=outputs)
+            if loss_fn is assumed_loss:
+                loss_fn = partial(assumed_loss, used=outputs)
         return Request(
             module=model,
             forward=forward,
             args=call[0],
             kwargs=call[1],
             budget=self.budget_bytes(model),
-            loss_fn=self.loss_fn,
+            loss_fn=loss_fn,
             optimizer=optimizer,
             protocol=protocol,
             cost_model=self.device_for_cost(model),

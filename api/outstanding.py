@@ -29,20 +29,22 @@ ROUNDS = 6
 
 def left_size(trace: Trace) -> sympy.Expr:
     """Bytes that one forward leaves for its backward, its inputs included."""
-    phases = [instant.phase for instant in trace.instants]
-    begin = phases.index(Phase.BACKWARD) if Phase.BACKWARD in phases else len(phases)
-    return sympy.Add(
-        *(
-            block.size
-            for block in trace.blocks
-            if (0 <= block.birth < begin <= block.death) or block.role is Role.INPUT
-        )
-    )
+    return sympy.Add(*_left(trace))
 
 
 def left_bytes(trace: Trace) -> int:
     """The same, of a trace without symbols."""
-    return int(left_size(trace))
+    return sum(map(int, _left(trace)))
+
+
+def _left(trace: Trace) -> list[sympy.Expr]:
+    phases = [instant.phase for instant in trace.instants]
+    begin = phases.index(Phase.BACKWARD) if Phase.BACKWARD in phases else len(phases)
+    return [
+        block.size
+        for block in trace.blocks
+        if (0 <= block.birth < begin <= block.death) or block.role is Role.INPUT
+    ]
 
 
 def with_others(trace: Trace, others: int) -> Trace:

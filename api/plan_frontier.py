@@ -39,7 +39,7 @@ def plan_frontier(
         raise ValueError(f"count must be at least 2, not {count}")
     if request.protocol.forwards_outstanding > 1:
         raise ValueError("budgets are compared for one forward: forwards_outstanding must be 1")
-    step = step_of(request, prepared, planned.around)
+    step = step_of(request, prepared, planned.details().around)
     times = times_of(planned)
     by_name = {op.name: t for op, t in zip(prepared.graph.ops, times, strict=True)}
 

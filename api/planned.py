@@ -27,8 +27,24 @@ from remat.passes.eager import EagerStep
 from remat.solvers import Problem
 
 from .outstanding import OTHERS, left_bytes
-from .program import Program, make_program
+from .program import Interface, Program, interface_of, make_program
 from .request import Request, Surroundings
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What it takes to explain a plan, and to plan for other sizes; not to run it."""
+
+    prepared: Prepared
+    emitted: Emitted | None
+    """None if the original forward runs."""
+    around: Surroundings
+    eager: EagerStep | None = None
+    """The eager step with symbolic sizes, if the plan runs it and sizes are dynamic."""
+    baseline: Trace | None = None
+    """The eager step; None if the plan is from the cache, so that it was not followed."""
+    times: tuple[int, ...] = ()
+    """Predicted time of every op of the captured graph, nanoseconds; empty if the plan is from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +53,34 @@ class Planned:
 
     plan: Plan
     program: Program | None
-    """None if the original forward runs, likewise `parts` and `emitted`."""
-    parts: Parts | None
-    prepared: Prepared
-    emitted: Emitted | None
+    """None if the original forward runs."""
+    interface: Interface
     trace: Trace
     """The planned step; the eager one if the original forward runs."""
     seconds: Mapping[str, float]
     """Time that each part of planning took."""
     request: Request
-    around: Surroundings
     domain: Domain
     """Sizes at which the plan can run."""
-    eager: EagerStep | None
-    """The eager step with symbolic sizes, if the plan runs it and sizes are dynamic."""
-    baseline: Trace | None = None
-    """The eager step; None if the plan is from the cache, so that it was not followed."""
-    times: tuple[int, ...] = ()
-    """Predicted time of every op of the captured graph, nanoseconds; empty if the plan is from the cache."""
+    details: Callable[[], Details]
+    """Gives the rest; captures the step if the plan was found without that."""
     from_file: bool = False
     """The plan was found in the cache."""
+
+    @property
+    def parts(self) -> Parts | None:
+        """The graphs that run; None if the original forward runs."""
+        return self.program.parts if self.program else None
+
+    @property
+    def prepared(self) -> Prepared:
+        """The captured step."""
+        return self.details().prepared
+
+    @property
+    def emitted(self) -> Emitted | None:
+        """The plan written out; None if the original forward runs."""
+        return self.details().emitted
 
 
 @dataclass(slots=True)
@@ -156,11 +180,15 @@ class Step:
 
 def step_of(request: Request, prepared: Prepared, beside: Surroundings) -> Step:
     """The step of a request."""
+    around = replace(beside, blocks=(*beside.blocks, *prepared.targets))
+    return Step(request, accumulated(request), prepared, beside, around)
+
+
+def accumulated(request: Request) -> Request:
+    """The request; with several forwards outstanding, one backward finds the gradients of another."""
     protocol = request.protocol
     resident = protocol.gradients_resident or protocol.forwards_outstanding > 1
-    accumulated = replace(request, protocol=replace(protocol, gradients_resident=resident))
-    around = replace(beside, blocks=(*beside.blocks, *prepared.targets))
-    return Step(request, accumulated, prepared, beside, around)
+    return replace(request, protocol=replace(protocol, gradients_resident=resident))
 
 
 def as_it_is(
@@ -168,8 +196,10 @@ def as_it_is(
     plan: Plan,
     trace: Trace,
     domain: Domain,
-    eager: EagerStep | None,
     seconds: Mapping[str, float],
+    *,
+    eager: EagerStep | None = None,
+    times: Sequence[int] = (),
 ) -> Planned:
     """A plan that runs the model as it is.
 
@@ -178,47 +208,45 @@ def as_it_is(
         plan: its plan.
         trace: of the eager step.
         domain: sizes at which it can run.
-        eager: see `Planned`, likewise `seconds`.
         seconds: time that each part of planning took.
+        eager: see `Details`, likewise `times`.
+        times: of ops.
     """
-    return Planned(
-        plan,
-        None,
-        None,
-        step.prepared,
-        None,
-        trace,
-        seconds,
-        step.request,
-        step.beside,
-        domain,
-        eager,
-    )
+    details = Details(step.prepared, None, step.beside, eager, None, tuple(times))
+    interface = interface_of(step.prepared)
+    return Planned(plan, None, interface, trace, seconds, step.request, domain, lambda: details)
 
 
-def runnable(step: Step, plan: Plan, emitted: Emitted, seconds: Mapping[str, float]) -> Planned:
+def runnable(
+    step: Step,
+    plan: Plan,
+    emitted: Emitted,
+    seconds: Mapping[str, float],
+    *,
+    baseline: Trace | None = None,
+    times: Sequence[int] = (),
+) -> Planned:
     """A plan with the graphs that run it.
 
     Args:
         step: that is planned.
         plan: its plan.
         emitted: the plan's schedule as a program.
-        seconds: see `Planned`.
+        seconds: time that each part of planning took.
+        baseline: see `Details`, likewise `times`.
+        times: of ops.
     """
     prepared = step.prepared
-    captured = prepared.capture
     parts = split_joint(emitted.rewritten, prepared.signature)
-    domain = find_domain(emitted.rewritten.joint, step.asked.sizes, captured.symbols)
+    domain = find_domain(emitted.rewritten.joint, step.asked.sizes, prepared.capture.symbols)
+    details = Details(prepared, emitted, step.beside, None, baseline, tuple(times))
     return Planned(
         plan,
         make_program(parts, prepared, step.request.protocol),
-        parts,
-        prepared,
-        emitted,
+        interface_of(prepared),
         emitted.trace,
         seconds,
         step.request,
-        step.beside,
         domain,
-        None,
+        lambda: details,
     )

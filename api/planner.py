@@ -46,16 +46,17 @@ from .outstanding import left_bytes, solve_reserved, with_others
 from .planned import Clock, Planned, Step, as_it_is, runnable, step_of
 from .replay import replayed, with_proof
 from .request import Request, beside_eager, eager_of, prepare, surroundings, symbolic_eager
+from .starts import keep_start, resumed, start_of
 
 Recall = Callable[[Prepared], Plan | None]
-"""Gives a plan that may be for a captured step."""
+"""Gives a plan that may be for a captured step, as another rank has made it."""
 
 
 def make_plan(
     request: Request,
     report: Callable[[str], None] = lambda part: None,
     prepared: Prepared | None = None,
-    recall: Recall = lambda prepared: None,
+    recall: Recall | None = None,
 ) -> Planned:
     """Plan one training step, or find its plan in the cache.
 
@@ -71,17 +72,26 @@ def make_plan(
         UnsupportedGraphError: the model cannot be captured.
     """
     clock = Clock(report)
+    start = None
+    if prepared is None and recall is None:
+        clock.begin("cache")
+        start = start_of(request)
+        if start and (found := resumed(start, clock)):
+            return found
     clock.begin("capture")
     prepared = prepared or prepare(request)
     clock.begin("eager trace")
     step = step_of(request, prepared, surroundings(request, prepared))
+    known = recall(prepared) if recall else None
     if request.cache_dir is None:
-        return _new_plan(step, clock, recall(prepared))
+        return _new_plan(step, clock, known)
     clock.begin("cache")
-    found = cached_plan(step, request.cache_dir, clock)
+    found, kept = cached_plan(step, request.cache_dir, clock), True
     if found is None:
-        found = _new_plan(step, clock, recall(prepared))
-        keep_plan(step, request.cache_dir, found)
+        found = _new_plan(step, clock, known)
+        kept = keep_plan(step, request.cache_dir, found)
+    if start and kept:
+        keep_start(start, found)
     return found
 
 
@@ -132,10 +142,10 @@ def _new_plan(step: Step, clock: Clock, known: Plan | None) -> Planned:
     least_bytes = least_peak_bytes if only_planned else min(baseline, least_peak_bytes)
     bound_bytes = min(least_bytes, max(optimizer_peak, least_bound(candidates)))
     beforehand = profile(eager).resident
-    figures = _Figures(step, baseline, beforehand, least_bytes, bound_bytes, sum(times))
+    figures = _Figures(step, baseline, beforehand, least_bytes, bound_bytes, tuple(times))
     if request.budget >= baseline and not only_planned:
         clock.begin("")
-        return replace(_eager_plan(figures, eager, clock, known), times=tuple(times))
+        return _eager_plan(figures, eager, clock, known)
     if request.budget < least_bytes and again:  # it fits no more with all that is beside the step
         return _new_plan(step, clock, None)
     if request.budget < least_bytes:
@@ -160,10 +170,10 @@ def _new_plan(step: Step, clock: Clock, known: Plan | None) -> Planned:
             f"{request.budget}: the solver's model and the program disagree. This is a defect of "
             "remat; please report it with the model."
         )
-    made = runnable(step, plan, best, clock.seconds)
+    made = runnable(step, plan, best, clock.seconds, baseline=eager, times=times)
     symbolic = symbolic_step(best, made.domain).trace if made.domain.symbols else None
     plan = _with_sizes(plan, made.domain, symbolic, others)
-    made = replace(made, plan=plan, baseline=eager, times=tuple(times))
+    made = replace(made, plan=plan)
     clock.begin("")
     return made
 
@@ -177,7 +187,7 @@ def _eager_plan(figures: "_Figures", eager: Trace, clock: Clock, known: Plan | N
     trace = beside_eager(_fitted(symbolic), step.beside) if symbolic else None
     plan = _with_sizes(_plan(figures, None, None), domain, trace, step.others)
     plan = with_proof(plan, known) if known else plan
-    return as_it_is(step, plan, eager, domain, symbolic, clock.seconds)
+    return as_it_is(step, plan, eager, domain, clock.seconds, eager=symbolic, times=figures.times)
 
 
 def _emitted(step: Step, order: Arranged, schedule: Sequence[int], others: int = 0) -> Emitted:
@@ -235,7 +245,7 @@ def peak_of_optimizer(step: Step) -> int:
 
 def times_of(planned: Planned) -> Sequence[int]:
     """Time of every op of the captured graph as the plan was made with, nanoseconds."""
-    return planned.times or op_times(planned.prepared, planned.request.cost_model)
+    return planned.details().times or op_times(planned.prepared, planned.request.cost_model)
 
 
 def op_times(prepared: Prepared, cost_model: str) -> list[int]:
@@ -260,13 +270,15 @@ class _Figures:
     """Bytes on the device before the step, if eager runs it: constants of the graph are not there."""
     least: int
     least_bound: int
-    step_time_ns: int
+    times: tuple[int, ...]
+    """Of the ops, nanoseconds."""
 
 
 def _plan(figures: _Figures, solution: Solution | None, emitted: Emitted | None) -> Plan:
     """The plan with its figures; without a solution, the one that runs the model as it is."""
     request, prepared = figures.step.request, figures.step.prepared
-    base = max(1, figures.step_time_ns)
+    time = sum(figures.times)
+    base = max(1, time)
     absent = planned_for_cuda(request.module, request.cost_model)
     return Plan(
         steps=emitted.steps if emitted else (),
@@ -283,7 +295,7 @@ def _plan(figures: _Figures, solution: Solution | None, emitted: Emitted | None)
         baseline_peak_bytes=figures.baseline,
         least_peak_bytes=figures.least,
         least_peak_bound_bytes=figures.least_bound,
-        step_time_ns=figures.step_time_ns,
+        step_time_ns=time,
         overhead=solution.cost / base if solution else 0.0,
         lower_bound=max(0.0, solution.bound) / base if solution else 0.0,
         bound_class=solution.bound_class if solution else BoundClass.FIXED_ORDER,

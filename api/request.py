@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from remat.ir import Block, Role, Trace, UnsupportedGraphError
-from remat.ir.capture import argument_names
 from remat.ir.fake import Dynamic, sizes_of
+from remat.ir.functional import argument_names
 from remat.ir.structure import take_tensors
 from remat.passes import (
     Patterns,

@@ -11,105 +11,33 @@ a tensor that backward needs and that was changed in place since forward raises,
 raises unless the first one kept the graph, and saved-tensor hooks see what is saved. An output without
 a gradient gives None to the parameters that only it depends on; double backward raises.
 
+A gradient of an output that the plan was not made for: the entry has eager compute all gradients (`rerun`),
+and the stages deliver those.
+
 Not as in eager: a tensor that only a recomputation reads must not be changed either. If several outputs
 receive gradients and one does not, its part of backward runs on zeros.
 """
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from remat.ir import GuardError
-from remat.ir._torch import DisableAutocast, keeps_graph, queue_callback
+from remat.ir._torch import DisableAutocast
 from remat.passes import Stage
 
+from .apart import Apart
+from .pending import Frame, Listener, given_of, view
 from .program import Program, same_kind, storage_of
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A saved value that is made again as a view of a tensor that autograd saves."""
-
-    of: int
-    """Position of that tensor, among the tracked outputs or the primals."""
-    layout: tuple[int, ...]
-    """Strides of that tensor."""
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    """Elements from the first one of that tensor to the first one of the view."""
-
-    def again(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The saved value. A saved-tensor hook may have put the tensor elsewhere, in other strides."""
-        base = tensor.detach()
-        if base.stride() != self.layout:
-            base = torch.empty_strided(
-                base.shape, self.layout, dtype=base.dtype, device=base.device
-            ).copy_(base)
-        offset = int(base.storage_offset()) + self.offset
-        return base.as_strided(self.size, self.stride, offset)
-
-
-class Listener(Protocol):
-    """Whoever runs the program, and wants to know."""
-
-    def begun(self) -> None:
-        """A forward has run whose backward may come; called once for each forward."""
-
-    def done(self) -> None:
-        """A backward has run, or can run no more; called once for each forward."""
-
-    def held(self, count: int, size: int) -> None:
-        """The caller holds outputs that the protocol says it drops: their number and bytes."""
-
-    def given(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Backward begins: the gradients of the outputs that have a history."""
-
-    def made(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A stage has run; what it is about to deliver."""
-
-    def running(self, phase: str) -> AbstractContextManager[None]:
-        """Context in which a graph runs."""
-
-
-@dataclass(slots=True)
-class Frame:
-    """One forward whose backward may still come."""
-
-    program: Program
-    listener: Listener
-    saved: list[str] = field(default_factory=list)
-    """Names of the values that the entry saves, in order."""
-    numbers: dict[str, int] = field(default_factory=dict)
-    """Sizes that backward reads, by name."""
-    of_outputs: dict[str, _View] = field(default_factory=dict)
-    of_primals: dict[str, _View] = field(default_factory=dict)
-    returned: list["weakref.ref[torch.Tensor]"] = field(default_factory=list)
-    """Outputs that the caller should have dropped when backward begins."""
-    env: dict[str, Any] = field(default_factory=dict)
-    """While backward runs: values by name."""
-    missing: frozenset[int] = frozenset()
-    keep: bool = False
-    done: bool = False
-
-    def finish(self) -> None:
-        """The forward is no longer outstanding."""
-        self.env = {}
-        if not self.done:
-            self.done = True
-            self.listener.done()
-
-    def __del__(self) -> None:
-        """An abandoned forward is no longer outstanding either."""
-        self.finish()
+from .rerun import Rerun, unplanned
 
 
 def run(
-    program: Program, primals: Sequence[torch.Tensor], listener: Listener
+    program: Program,
+    primals: Sequence[torch.Tensor],
+    listener: Listener,
+    rerun: Rerun | None = None,
 ) -> list[torch.Tensor]:
     """Run forward; returns the output tensors, with a history that runs backward.
 
@@ -117,6 +45,7 @@ def run(
         program: the planned step.
         primals: parameters, buffers and arguments, in the order of the graph's inputs.
         listener: hears when the forward becomes outstanding, and when it no longer is.
+        rerun: for backwards that the plan was not made for; None: they raise.
     """
     parts = program.parts
     with torch.no_grad(), DisableAutocast(), listener.running("forward"):
@@ -130,34 +59,28 @@ def run(
     numbers = {name: kept.pop(name) for name in parts.numbers}
     saved = kept
     del made, named, kept
-    tracked = [i for i, grad in enumerate(program.results) if grad]
-    outputs = [_own(results[i]) for i in tracked]
-    frame = Frame(program, listener, numbers=numbers)
+    outputs = {i: _own(results[i]) for i, grad in enumerate(program.results) if grad}
+    frame = Frame(program, listener, rerun, numbers=numbers)
     listener.begun()
     frame.of_primals = {
-        name: _view(i, primals[i], saved.pop(name)) for name, i in program.view_of.items()
+        name: view(i, primals[i], saved.pop(name)) for name, i in program.view_of.items()
     }
-    shared = {storage_of(t): i for i, t in reversed(list(enumerate(outputs)))}
+    shared = {storage_of(t): i for i, t in reversed(outputs.items())}
     of_output = {name: shared.get(storage_of(value), -1) for name, value in saved.items()}
     frame.of_outputs = {
-        name: _view(i, outputs[i], saved.pop(name))
+        name: view(i, outputs[i], saved.pop(name))
         for name, i in of_output.items()
         if i >= 0 and same_kind(saved[name], outputs[i])
     }
     frame.saved = list(saved)
-    token: torch.Tensor | None = None
-    for number in reversed(range(len(parts.stages))):
-        inputs = [primals[i] for i in program.parameters[number]]
-        needed = [primals[i] for i in program.needed[number]]
-        token = _Stage.apply(frame, number, needed, token, *inputs)  # type: ignore[no-untyped-call]
     box = [outputs, list(saved.values())]
     del outputs, saved
-    with_history = _Entry.apply(frame, box, token)  # type: ignore[no-untyped-call]
-    alias = {id(tensor): i for i, tensor in zip(tracked, with_history, strict=True)}
+    found = _with_history(frame, box, primals)
+    alias = {id(tensor) for tensor in found.values()}
     for i, tensor in enumerate(results):  # an output that is another one, detached
-        if i not in tracked and id(tensor) in alias:
+        if i not in found and id(tensor) in alias:
             results[i] = tensor.detach()
-    for i, tensor in zip(tracked, with_history, strict=True):
+    for i, tensor in found.items():
         results[i] = tensor
     frame.returned = [weakref.ref(results[i]) for i in program.dropped]
     return results
@@ -170,46 +93,83 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _view(of: int, base: torch.Tensor, tensor: torch.Tensor) -> _View:
-    """How to make a saved value again.
+def _with_history(
+    frame: Frame, box: list[Any], primals: Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """The outputs, by position, at the end of the chain of nodes.
 
-    What shares memory with an output or a primal is made again from that, which autograd saves: so a
-    change of it is noticed, and no saved value keeps an output, its history and thereby itself alive.
+    Args:
+        frame: of the forward.
+        box: outputs, and values that backward needs; emptied.
+        primals: of the forward.
     """
-    offset = int(tensor.storage_offset()) - int(base.storage_offset())
-    return _View(of, base.stride(), tensor.shape, tensor.stride(), offset)
+    program = frame.program
+    spare = program.spare if frame.rerun is not None else None
+    if spare is not None:
+        frame.alone = tuple([i for i in spare.primals if primals[i].requires_grad])
+    apart = spare.outputs if spare is not None and frame.alone else ()
+    token: torch.Tensor | None = None
+    for number in reversed(range(len(program.parts.stages))):
+        inputs = [primals[i] for i in program.parameters[number]]
+        needed = [primals[i] for i in program.needed[number]]
+        token = _Stage.apply(frame, number, needed, token, *inputs)  # type: ignore[no-untyped-call]
+    others = [box[0][i] for i in apart]
+    by_entry = [i for i in box[0] if i not in apart]
+    made = _Entry.apply(frame, box, by_entry, token)  # type: ignore[no-untyped-call]
+    found = dict(zip(by_entry, made, strict=False))
+    if apart:
+        alone = [primals[i] for i in frame.alone]
+        made = Apart.apply(frame, others, apart, made[-1], *alone)  # type: ignore[no-untyped-call]
+        found |= zip(apart, made, strict=True)
+    return found
 
 
 class _Entry(torch.autograd.Function):
-    """Takes the gradients of the outputs, and hands out what is saved; computes nothing."""
+    """Takes the gradients of the outputs, and hands out what is saved; computes nothing by itself.
+
+    If some outputs are apart, it returns one tensor more, which connects their node with it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, frame: Frame, box: list[Any], token: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, frame: Frame, box: list[Any], which: Sequence[int], token: torch.Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.frame = frame
+        ctx.frame, ctx.which = frame, which
         outputs, kept = box
         box.clear()
-        ctx.like = [(r.shape, r.dtype, r.device) for r in outputs]
+        ctx.like = {
+            i: (outputs[i].shape, outputs[i].dtype, outputs[i].device)
+            for i in frame.program.gradient_results
+        }
         ctx.shared = sorted({view.of for view in frame.of_outputs.values()})
-        ctx.save_for_backward(*kept, *(outputs[i] for i in ctx.shared))
-        return tuple(outputs)
+        # An output of another node would keep that node, and thereby itself, alive.
+        shared = [outputs[i] if i in which else outputs[i].detach() for i in ctx.shared]
+        ctx.save_for_backward(*kept, *shared)
+        link = () if len(which) == len(outputs) else (torch.empty(0),)
+        return (*[outputs[i] for i in which], *link)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, torch.Tensor]:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         frame: Frame = ctx.frame
-        frame.keep = keeps_graph()
         tensors = ctx.saved_tensors
+        frame.begin(anew=all(gradient is None for gradient in gradients[len(ctx.which) :]))
         _check_dropped(frame)
-        # However much of backward is asked for, nothing is left over when it ends.
-        queue_callback(frame.finish if not frame.keep else frame.env.clear)
+        given = given_of(ctx.which, gradients) | frame.apart
+        if unplanned(frame.program, given):
+            primals = [i for stage in frame.program.parameters for i in stage]
+            frame.gradients = frame.by_eager(ctx, primals, given, keep=False)
+            frame.eager = None
+            return None, None, None, torch.empty(0)
         count = len(frame.saved)
         shared = dict(zip(ctx.shared, tensors[count:], strict=True))
         frame.env = dict(zip(frame.saved, tensors[:count], strict=True)) | frame.numbers
         frame.env |= {name: view.again(shared[view.of]) for name, view in frame.of_outputs.items()}
-        frame.env |= _tangents(frame, ctx.like, gradients)
-        frame.listener.given(gradients)
-        return None, None, torch.empty(0)
+        frame.env |= _tangents(frame, ctx.like, given)
+        tracked = [i for i, grad in enumerate(frame.program.results) if grad]
+        frame.listener.given([given.get(i) for i in tracked])
+        return None, None, None, torch.empty(0)
 
 
 def _check_dropped(frame: Frame) -> None:
@@ -220,27 +180,19 @@ def _check_dropped(frame: Frame) -> None:
 
 
 def _tangents(
-    frame: Frame, like: Sequence[Any], gradients: Sequence[torch.Tensor | None]
+    frame: Frame, like: Mapping[int, Any], given: Mapping[int, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Tangents by name; zeros where an output got no gradient."""
     program = frame.program
-    tracked = [i for i, grad in enumerate(program.results) if grad]
     tangents: dict[str, torch.Tensor] = {}
     missing: list[int] = []
-    for i, (shape, dtype, device), gradient in zip(tracked, like, gradients, strict=True):
-        if i not in program.gradient_results:
-            if gradient is not None:
-                raise GuardError(
-                    f"output tensor {i} received a gradient, but the plan was made for gradients of "
-                    f"{list(program.gradient_results)} only. Pass "
-                    'protocol=StepProtocol(gradient_outputs="all") to optimize_checkpoints.'
-                )
-            continue
-        tangent = program.gradient_results.index(i)
-        if gradient is None:
-            missing.append(tangent)
-            gradient = torch.zeros(shape, dtype=dtype, device=device)
-        tangents[program.parts.tangents[tangent]] = gradient
+    for number, (i, name) in enumerate(
+        zip(program.gradient_results, program.parts.tangents, strict=True)
+    ):
+        if i not in given:
+            missing.append(number)
+        shape, dtype, device = like[i]
+        tangents[name] = given[i] if i in given else torch.zeros(shape, dtype=dtype, device=device)
     frame.missing = frozenset(missing)
     return tangents
 
@@ -271,10 +223,11 @@ class _Stage(torch.autograd.Function):
         try:
             with frame.listener.running("backward"):
                 made = _run_stage(frame, stage, ctx.number, list(ctx.saved_tensors))
-            for i, target in enumerate(stage.gradients):
-                if frame.missing and depends[target] <= frame.missing:
-                    made[i] = None
-            frame.listener.made(ctx.number, made)
+            if frame.gradients is None:
+                for i, target in enumerate(stage.gradients):
+                    if frame.missing and depends[target] <= frame.missing:
+                        made[i] = None
+                frame.listener.made(ctx.number, made)
         except BaseException:
             frame.finish()  # torch does not call back after an error
             raise
@@ -284,6 +237,8 @@ class _Stage(torch.autograd.Function):
 
 def _run_stage(frame: Frame, stage: Stage, number: int, primals: list[torch.Tensor]) -> list[Any]:
     """Gradients of a stage; what later stages need is left in the frame."""
+    if frame.gradients is not None:
+        return [frame.gradients.pop(i) for i in frame.program.parameters[number]]
     program, env, views = frame.program, frame.env, frame.of_primals
     found = dict(zip(program.needed[number], primals, strict=True))
     primals.clear()

@@ -12,9 +12,9 @@ import torch
 
 from remat.ir import GuardError, Trace
 from remat.ir._torch import FakeTensorMode
-from remat.ir.capture import argument_names
 from remat.ir.domain import Sizes, bound, find_domain
 from remat.ir.fake import Dynamic, sizes_of
+from remat.ir.functional import argument_names
 from remat.ir.structure import put_tensors, take_tensors
 from remat.ir.symbols import Names
 from remat.passes import Prepared, emitted_at, profile, resized
@@ -39,12 +39,12 @@ def trace_at(planned: Planned, sizes: Sizes) -> Trace:
     others = planned.request.protocol.forwards_outstanding - 1
     if planned.emitted is not None:
         trace = emitted_at(planned.emitted, sizes).trace
-    elif planned.eager is None:
+    elif (step := planned.details().eager) is None:
         trace = planned.trace
     else:
-        step, prepared = planned.eager, planned.prepared
+        prepared = planned.prepared
         found = prepared.scratch_of([at(call, bound(sizes)) for call in step.calls])
-        trace = beside_eager(with_scratch(step.trace, found), planned.around)
+        trace = beside_eager(with_scratch(step.trace, found), planned.details().around)
     return with_others(trace, others)
 
 
@@ -83,6 +83,8 @@ def prepared_for(request: Request, known: Sequence[Planned]) -> Prepared | None:
         request: what is asked for now.
         known: plans that were made before.
     """
+    wanted = request.protocol.gradient_outputs  # a capture is for these
+    known = [planned for planned in known if planned.request.protocol.gradient_outputs == wanted]
     if not request.dynamic:
         return known[0].prepared if known else None
     tensors, _ = take_tensors((request.args, dict(request.kwargs)))

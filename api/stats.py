@@ -15,7 +15,7 @@ class Stats:
     plans: int = 0
     """Plans that were made."""
     replanned: Counter[str] = field(default_factory=Counter)
-    """Those of them that were made because a call had changed, by what was other."""
+    """Those of them that were made because a call, or its backward, had changed, by what was other."""
     failed: str = ""
     """Why there is no plan and none is tried for: every call runs the original forward. Empty otherwise."""
     verified: str = ""

@@ -46,8 +46,8 @@ def report_of_plan(planned: Planned, frontier: tuple[Point, ...] = ()) -> StepRe
         frontier: plans at other budgets.
     """
     plan, request = planned.plan, planned.request
-    eager = planned.trace if plan.is_eager else planned.baseline
-    eager = eager or eager_of(request, planned.around)
+    eager = planned.trace if plan.is_eager else planned.details().baseline
+    eager = eager or eager_of(request, planned.details().around)
     eager = with_others(eager, request.protocol.forwards_outstanding - 1)
     timeline = _planned_timeline(planned) if planned.emitted else _eager_timeline(eager)
     return StepReport(

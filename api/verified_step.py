@@ -13,6 +13,7 @@ from .frames import Frames
 from .guards import Call
 from .kept import Entry
 from .out_of_memory import is_out_of_memory
+from .rerun import kept_before
 from .runtime import run
 from .verify import Inputs, Verification, not_verified, state_before
 
@@ -37,12 +38,14 @@ def run_verified(
     """
     planned = entry.planned
     assert planned.program is not None
-    primals = entry.guard.primals(take_tensors(call)[0])
-    parameters = len(planned.prepared.capture.parameters)
+    tensors, pattern = take_tensors(call)
+    primals = entry.guard.primals(tensors)
+    parameters = len(planned.interface.parameters)
     inputs = Inputs(model, forward, call, entry.guard.names, primals, parameters)
     step = Verification(planned, inputs, state_before(inputs))
     frames = Frames(weakref.ref(remat), step)
-    output = entry.rebuild(run(planned.program, primals, frames))
+    rerun = kept_before(remat, entry, primals, pattern, step)
+    output = entry.rebuild(run(planned.program, primals, frames, rerun))
     try:
         with remat.original_runs(model):
             step.forward(output)

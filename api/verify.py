@@ -26,11 +26,10 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils import _pytree as pytree
 
 from remat.ir import OutputKind, VerifyError
-from remat.ir._torch import reparametrize
-from remat.ir.checkpoints import run_once
-from remat.ir.structure import Hole, put_tensors, take_tensors
+from remat.ir.structure import Hole, take_tensors
 
 from .compare import differs
+from .eager_run import eager_forward
 from .generators import generators, generators_at, set_generators
 from .guards import Call
 from .out_of_memory import is_out_of_memory
@@ -224,21 +223,15 @@ class Verification:
             for copy, original in zip(self.before.arguments, inputs.primals[count:], strict=True)
         ]
         self.copies = [*parameters, *buffers, *arguments]
-        copy_of = {id(o): c for o, c in zip(inputs.primals, self.copies[:count], strict=False)}
-        slots = {
-            f"{path}.{key}".lstrip("."): copy_of[id(tensor)]
-            for path, child in inputs.model.named_modules()
-            for key, tensor in (*child._parameters.items(), *child._buffers.items())
-            if tensor is not None
-        }
-        args, kwargs = put_tensors(take_tensors(inputs.call)[1], arguments)
-        with reparametrize(inputs.model, slots), run_once():
-            output = inputs.forward(*args, **kwargs)
-            after = [
-                getattr(inputs.model.get_submodule(path), key)
-                for path, _, key in (name.rpartition(".") for name in inputs.names[first:])
-            ]
-        return after, take_tensors(output)[0]
+        after, outputs = eager_forward(
+            inputs.model,
+            inputs.forward,
+            take_tensors(inputs.call)[1],
+            inputs.names,
+            inputs.primals,
+            self.copies,
+        )
+        return after[first:], outputs
 
     def _put_back(self) -> None:
         self.copies = []

@@ -17,7 +17,6 @@ with each other, control flow that depends on data, tensor subclasses, forwards 
 """
 
 import contextlib
-import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from ._torch import (
     FakeTensorMode,
@@ -37,7 +35,6 @@ from ._torch import (
     compiling_state,
     functorch_config,
     inductor_config,
-    reparametrize,
     tracing,
 )
 from .checkpoints import run_once
@@ -45,14 +42,22 @@ from .device_kernels import cuda_kernels
 from .eager_kernels import eager_kernels
 from .errors import UnsupportedGraphError
 from .fake import Dynamic, fake_tensors, sizes_of
+from .functional import Functional, argument_names, fake_state, named_tensors, untouched
 from .graph import OutputKind
 from .lazy_hooks import install_lazy_hooks
 from .lift import Signature
 from .origin import record_origins
-from .refusals import refuse_hidden_tensors, refuse_returned_inputs, refuse_shared_updates
-from .structure import Hole, loss_of, put_tensors, take_tensors
+from .refusals import (
+    refuse_hidden_tensors,
+    refuse_late_updates,
+    refuse_module,
+    refuse_repeated_casts,
+    refuse_returned_inputs,
+    refuse_shared_updates,
+    refuse_unknown_sizes,
+)
+from .structure import take_tensors
 from .trace import Role
-from .untouched import arguments_kept, put_back, python_state
 
 _OURS = str(Path(__file__).parent)
 _COPIES = "Return copies instead."
@@ -172,161 +177,6 @@ def _output_kind(desc: Any) -> tuple[OutputKind, Any]:
     )
 
 
-class _Functional(nn.Module):
-    """The user's module as a function of its tensors; does not own the module, so names stay ours."""
-
-    def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], tensors: "_Tensors", pattern: object
-    ) -> None:
-        super().__init__()
-        self.hidden = (module, forward)
-        self.p = nn.ParameterList(tensors.parameters)
-        for i, buffer in enumerate(tensors.buffers):
-            self.register_buffer(f"b{i}", buffer)
-        self.names = tensors.names
-        self.pattern = pattern
-        self.gradient_outputs: str | tuple[int, ...] = "auto"
-        self.output: tuple[object, tuple[bool, ...], tuple[int, ...]] | None = None
-
-    def forward(self, *arguments: torch.Tensor) -> list[torch.Tensor]:
-        module, forward = self.hidden
-        swapped: dict[str, torch.Tensor] = {
-            name: self.p[i] if kind == "p" else getattr(self, f"b{i}")
-            for name, (kind, i) in self.names.items()
-        }
-        args, kwargs = put_tensors(self.pattern, arguments)
-        with reparametrize(module, swapped), arguments_kept((args, kwargs)):
-            output = forward(*args, **kwargs)
-            _take_replaced(module, swapped)
-        tensors, pattern = take_tensors(output)
-        requires_grad = tuple(tensor.requires_grad for tensor in tensors)
-        loss = loss_of(output)
-        chosen = choose_gradient_outputs(tensors, self.gradient_outputs, loss)
-        self.output = (pattern, requires_grad, chosen)
-        return [t if i in chosen else t.detach() for i, t in enumerate(tensors)]
-
-
-def _take_replaced(module: nn.Module, swapped: Mapping[str, torch.Tensor]) -> None:
-    """Turn the replacement of a buffer (``self.mean = ...``) into an update of it."""
-    for name, tensor in swapped.items():
-        path, _, key = name.rpartition(".")
-        now = getattr(module.get_submodule(path), key, None)
-        if now is tensor or isinstance(tensor, nn.Parameter):
-            continue
-        fits = isinstance(now, torch.Tensor) and now.shape == tensor.shape
-        if not fits or now.dtype != tensor.dtype or now.requires_grad:  # type: ignore[union-attr]
-            raise UnsupportedGraphError(
-                f"the forward replaces the buffer {name} by something that cannot be copied into it "
-                "(another shape or type, or part of the graph of autograd). Update it in place, "
-                "detached."
-            )
-        tensor.copy_(now)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensors:
-    parameters: list[nn.Parameter]
-    buffers: list[torch.Tensor]
-    names: dict[str, tuple[str, int]]
-    """Name of every place where one is registered -> ("p" or "b", index)."""
-    parameter_names: tuple[str, ...]
-    buffer_names: tuple[str, ...]
-
-
-def choose_gradient_outputs(
-    tensors: list[torch.Tensor], asked: str | tuple[int, ...], loss: torch.Tensor | None
-) -> tuple[int, ...]:
-    """Indices of the outputs that receive a gradient.
-
-    Args:
-        tensors: tensors of the module's output, in order.
-        asked: indices, "all", or "auto": the one called loss; if there is none, the 0-dimensional
-            ones; if there are none, all.
-        loss: the output that is called loss.
-    """
-    possible = tuple(i for i, tensor in enumerate(tensors) if tensor.requires_grad)
-    if asked == "auto" and loss is not None:
-        return tuple(i for i in possible if tensors[i] is loss)
-    if asked == "auto":
-        return tuple(i for i in possible if tensors[i].dim() == 0) or possible
-    return possible if asked == "all" else tuple(i for i in possible if i in asked)
-
-
-def named_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
-    """Parameters and buffers of `module`, each once, under the first of its names."""
-    return dict(module.named_parameters()), dict(module.named_buffers())
-
-
-def _fake_state(module: nn.Module, mode: FakeTensorMode) -> _Tensors:
-    """Fakes of all parameters and buffers; one fake for a tensor that has several names."""
-    parameters, buffers = named_tensors(module)
-    index = {id(p): ("p", i) for i, p in enumerate(parameters.values())}
-    index |= {id(b): ("b", i) for i, b in enumerate(buffers.values())}
-    # Each slot once: a submodule with two names has one slot, and swapping it twice would lose what it held.
-    names = {
-        f"{prefix}.{key}".lstrip("."): index[id(tensor)]
-        for prefix, child in module.named_modules()
-        for key, tensor in (*child._parameters.items(), *child._buffers.items())
-        if tensor is not None
-    }
-    fakes, _ = fake_tensors(mode, [*parameters.values(), *buffers.values()])
-    count = len(parameters)
-    wrapped = [
-        nn.Parameter(fake, requires_grad=p.requires_grad)
-        for fake, p in zip(fakes[:count], parameters.values(), strict=True)
-    ]
-    return _Tensors(wrapped, fakes[count:], names, tuple(parameters), tuple(buffers))
-
-
-def check_module(module: nn.Module) -> None:
-    """Refuse modules whose capture is known to be wrong or impossible."""
-    for name, child in module.named_modules():
-        if isinstance(child, nn.RNNBase):
-            raise UnsupportedGraphError(
-                f"{name or 'the model'} is an nn.{type(child).__name__}. torch loses the dropout between "
-                "its layers when it captures recurrent layers, so a plan would train another model. "
-                "Leave the model as it is, or optimise its other parts one by one."
-            )
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if type(tensor) not in (nn.Parameter, torch.Tensor) and not is_fake(tensor):
-            raise UnsupportedGraphError(
-                f"{name} is a {type(tensor).__name__}, a tensor subclass; plans hold plain tensors only. "
-                "Call optimize_checkpoints before sharding or quantising the model."
-            )
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """The tensor has no data: it is fake or on the meta device."""
-    return tensor.is_meta or isinstance(tensor.data, torch._subclasses.FakeTensor)
-
-
-@contextlib.contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """Leave random streams and Python attributes as they were.
-
-    Raises:
-        UnsupportedGraphError: the forward changed some, which a planned step would not repeat.
-    """
-    state = python_state(module)
-    error: Exception | None = None
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        finally:
-            changed = put_back(state)
-    if changed:  # the better explanation if the trace failed, since it runs the forward twice
-        raise UnsupportedGraphError(
-            f"the forward changes {', '.join(changed)}. A planned step does not repeat what the forward "
-            "does to Python objects. Register what it sets as a buffer and update that in place, return "
-            "what the training loop reads, draw from torch's generator; or, if it is a cache, run one "
-            "forward before optimize_checkpoints."
-        ) from error
-    if error is not None:
-        raise error
-
-
 def capture(
     module: nn.Module,
     args: tuple[Any, ...] = (),
@@ -351,12 +201,12 @@ def capture(
     Raises:
         UnsupportedGraphError: no route captures it; names the user's line and what to do.
     """
-    check_module(module)
+    refuse_module(module)
     install_lazy_hooks(module)
     tensors, pattern = take_tensors((args, dict(kwargs or {})))
     refuse_hidden_tensors(pattern, "arguments")
     try:
-        with _untouched(module):
+        with untouched(module):
             return _capture(
                 module,
                 forward or module.forward,
@@ -382,10 +232,10 @@ def _capture(
     cuda: bool,
 ) -> Capture:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    state = _fake_state(module, mode)
+    state = fake_state(module, mode)
     names = argument_names(forward, pattern, len(tensors))
     fakes, symbols = fake_tensors(mode, tensors, names, dynamic)
-    functional = _Functional(module, forward, state, pattern)
+    functional = Functional(module, forward, state, pattern)
     functional.gradient_outputs = gradient_outputs
     functional.train()
     with contextlib.ExitStack() as stack:
@@ -423,9 +273,9 @@ def _capture(
         checkpointed=bool(checkpoints),
         route=Route.DIRECT,
     )
-    _refuse_unknown_sizes(result.joint)
-    _refuse_late_updates(result)
-    _refuse_repeated_casts(result, [p.requires_grad for p in state.parameters])
+    refuse_unknown_sizes(result.joint)
+    refuse_late_updates(result)
+    refuse_repeated_casts(result, [p.requires_grad for p in state.parameters])
     _refuse_aliases(result, module, tensors)
     return result
 
@@ -443,69 +293,6 @@ def _refuse_aliases(
     refuse_shared_updates([placeholders.index(node) for node in mutated], names, inputs)
     trained = [tensor.requires_grad for tensor in inputs]
     refuse_returned_inputs(captured.joint, names, trained, captured.results())
-
-
-def argument_names(forward: Callable[..., Any], pattern: Any, count: int) -> list[str]:
-    """Name of the argument of `forward` that each tensor belongs to, in order."""
-    args, kwargs = pattern
-    names = [""] * count
-    for name, value in inspect.signature(forward).bind_partial(*args, **kwargs).arguments.items():
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Hole):
-                names[leaf.index] = names[leaf.index] or name
-    return names
-
-
-def _refuse_unknown_sizes(joint: fx.GraphModule) -> None:
-    for node in joint.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and any(
-            isinstance(n, torch.SymInt) and n.node.hint is None for n in value.shape
-        ):
-            raise UnsupportedGraphError(
-                f"the size of {node.name} depends on data ({list(value.shape)}), so its memory is not "
-                "known beforehand. Leave that part of the model out of the plan."
-            )
-
-
-def _refuse_late_updates(captured: Capture) -> None:
-    """Refuse what backward changes in place: an input that it updates is no output of the graph."""
-    inputs = [node for node in captured.joint.graph.nodes if node.op == "placeholder"]
-    names = [*captured.parameters, *captured.buffers]
-    names += [f"tensor argument {i}" for i in range(captured.arguments)]
-    for node, name in zip(inputs, names, strict=False):
-        for user in node.users:
-            target = user.target
-            if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-                raise UnsupportedGraphError(
-                    f"backward changes {name} in place ({target}), which a planned step would not do at "
-                    "the same time. Change it in forward, or in a hook."
-                )
-
-
-def _refuse_repeated_casts(captured: Capture, trained: list[bool]) -> None:
-    """Refuse parameters that autocast casts more than once.
-
-    Eager caches the first cast, so gradients are summed before they are cast back; the trace has no
-    cache, sums them after, and rounds differently.
-    """
-    if not torch.is_autocast_cache_enabled():
-        return
-    inputs = [node for node in captured.joint.graph.nodes if node.op == "placeholder"]
-    for node, name, train in zip(inputs, captured.parameters, trained, strict=False):
-        casts = [
-            user
-            for user in node.users
-            if user.target is torch.ops.aten._to_copy.default
-            and user.meta["val"].dtype in (torch.bfloat16, torch.float16)
-            and user.meta.get("partitioner_tag") not in ("is_backward", "must_be_in_backward")
-        ]
-        if len(casts) > 1 and train:
-            raise UnsupportedGraphError(
-                f"autocast casts {name} {len(casts)} times. Eager keeps the first cast and sums the "
-                "gradients before it casts them back, which a plan does not. Use "
-                "torch.autocast(..., cache_enabled=False), with or without remat."
-            )
 
 
 def explained(error: Exception) -> UnsupportedGraphError:

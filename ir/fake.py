@@ -116,3 +116,8 @@ def _symbols(sizes: Sequence[int | torch.SymInt]) -> set[Any]:
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """The tensor has no data: it is fake or on the meta device."""
+    return tensor.is_meta or isinstance(tensor.data, FakeTensor)

@@ -6,14 +6,18 @@ Not found: a hidden trainable tensor that only a custom `torch.autograd.Function
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from .errors import UnsupportedGraphError
+from .fake import is_fake
 from .structure import held_tensor
+
+if TYPE_CHECKING:
+    from .capture import Capture
 
 
 def refuse_hidden_tensors(pattern: object, where: str) -> None:
@@ -112,4 +116,74 @@ def refuse_returned_inputs(
                 f"result {index} of the model is {owner} itself, or a view of it, which requires a "
                 "gradient; a plan would return another tensor. Return a copy (clone), or read it from "
                 "the model."
+            )
+
+
+def refuse_module(module: nn.Module) -> None:
+    """Refuse modules whose capture is known to be wrong or impossible."""
+    for name, child in module.named_modules():
+        if isinstance(child, nn.RNNBase):
+            raise UnsupportedGraphError(
+                f"{name or 'the model'} is an nn.{type(child).__name__}. torch loses the dropout between "
+                "its layers when it captures recurrent layers, so a plan would train another model. "
+                "Leave the model as it is, or optimise its other parts one by one."
+            )
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if type(tensor) not in (nn.Parameter, torch.Tensor) and not is_fake(tensor):
+            raise UnsupportedGraphError(
+                f"{name} is a {type(tensor).__name__}, a tensor subclass; plans hold plain tensors only. "
+                "Call optimize_checkpoints before sharding or quantising the model."
+            )
+
+
+def refuse_unknown_sizes(joint: fx.GraphModule) -> None:
+    """Refuse tensors whose size depends on data."""
+    for node in joint.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and any(
+            isinstance(n, torch.SymInt) and n.node.hint is None for n in value.shape
+        ):
+            raise UnsupportedGraphError(
+                f"the size of {node.name} depends on data ({list(value.shape)}), so its memory is not "
+                "known beforehand. Leave that part of the model out of the plan."
+            )
+
+
+def refuse_late_updates(captured: "Capture") -> None:
+    """Refuse what backward changes in place: an input that it updates is no output of the graph."""
+    inputs = [node for node in captured.joint.graph.nodes if node.op == "placeholder"]
+    names = [*captured.parameters, *captured.buffers]
+    names += [f"tensor argument {i}" for i in range(captured.arguments)]
+    for node, name in zip(inputs, names, strict=False):
+        for user in node.users:
+            target = user.target
+            if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+                raise UnsupportedGraphError(
+                    f"backward changes {name} in place ({target}), which a planned step would not do at "
+                    "the same time. Change it in forward, or in a hook."
+                )
+
+
+def refuse_repeated_casts(captured: "Capture", trained: list[bool]) -> None:
+    """Refuse parameters that autocast casts more than once.
+
+    Eager caches the first cast, so gradients are summed before they are cast back; the trace has no
+    cache, sums them after, and rounds differently.
+    """
+    if not torch.is_autocast_cache_enabled():
+        return
+    inputs = [node for node in captured.joint.graph.nodes if node.op == "placeholder"]
+    for node, name, train in zip(inputs, captured.parameters, trained, strict=False):
+        casts = [
+            user
+            for user in node.users
+            if user.target is torch.ops.aten._to_copy.default
+            and user.meta["val"].dtype in (torch.bfloat16, torch.float16)
+            and user.meta.get("partitioner_tag") not in ("is_backward", "must_be_in_backward")
+        ]
+        if len(casts) > 1 and train:
+            raise UnsupportedGraphError(
+                f"autocast casts {name} {len(casts)} times. Eager keeps the first cast and sums the "
+                "gradients before it casts them back, which a plan does not. Use "
+                "torch.autocast(..., cache_enabled=False), with or without remat."
             )

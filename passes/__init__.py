@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .reorder import find_order, must_precede, reorder_step
     from .rewrite import Rewritten, rewrite_joint
     from .scratch import Call, Scratch, measure_scratch
-    from .split import Parts, Stage, split_joint
+    from .split import Parts, Stage, joined, split_joint
 
 _MODULES = {
     "cost": ("Cost", "costs", "timed_costs"),
@@ -51,7 +51,7 @@ _MODULES = {
     "reorder": ("find_order", "must_precede", "reorder_step"),
     "rewrite": ("Rewritten", "rewrite_joint"),
     "scratch": ("Call", "Scratch", "measure_scratch"),
-    "split": ("Parts", "Stage", "split_joint"),
+    "split": ("Parts", "Stage", "joined", "split_joint"),
 }
 _NEEDS_TORCH = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -86,6 +86,7 @@ __all__ = [
     "find_order",
     "formulate",
     "holders",
+    "joined",
     "live_ranges",
     "measure_scratch",
     "must_precede",

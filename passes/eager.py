@@ -48,11 +48,11 @@ from remat.ir._torch import (
     compiling_state,
     enable_python_dispatcher,
 )
-from remat.ir.capture import argument_names
 from remat.ir.device_kernels import cuda_kernels
 from remat.ir.domain import Domain, Fixed, Sizes, fixed_sizes, noted_domain
 from remat.ir.eager_kernels import own_kernels
 from remat.ir.fake import Dynamic, fake_tensors, sizes_of
+from remat.ir.functional import argument_names
 from remat.ir.structure import put_tensors, take_tensors
 from remat.ir.symbols import Names
 from remat.ir.untouched import put_back, python_state

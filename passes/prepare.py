@@ -18,9 +18,9 @@ from torch import fx, nn
 from remat.ir import Block, Graph, OutputKind, UnsupportedGraphError, verify
 from remat.ir._torch import DisableAutocast
 from remat.ir.canonical import canonicalize, is_backward
-from remat.ir.capture import Capture, capture, is_fake
+from remat.ir.capture import Capture, capture
 from remat.ir.domain import Sizes, bound
-from remat.ir.fake import Dynamic
+from remat.ir.fake import Dynamic, is_fake
 from remat.ir.lift import Loss, Measured, Signature, lift
 from remat.ir.sizes import is_number
 from remat.ir.symbols import Names

@@ -5,11 +5,12 @@ intermediate after its last use, so that what is alive while it runs is what liv
 
 The forward graph returns updates, results, saved values and sizes. A stage takes what it needs of primals,
 tangents, saved values and earlier stages' values by name, and returns the gradients it delivers and
-what later stages need. The whole backward graph is made as well, for reading.
+what later stages need. `joined` makes one backward graph of the stages, for reading.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -54,10 +55,6 @@ class Parts:
     tangents: tuple[str, ...]
     """Names of the tangents, in order."""
     stages: tuple[Stage, ...]
-    backward: fx.GraphModule
-    """The stages in one graph."""
-    gradients: tuple[str, ...]
-    """Targets of the gradients that it returns, in order."""
 
 
 def split_joint(rewritten: Rewritten, signature: Signature) -> Parts:
@@ -92,9 +89,36 @@ def split_joint(rewritten: Rewritten, signature: Signature) -> Parts:
         primals=tuple(primals),
         tangents=tuple(tangents),
         stages=stages,
-        backward=_module(joint, backward, _reads(backward), [node for node, _ in gradients]),
-        gradients=tuple(target for _, target in gradients),
     )
+
+
+def joined(parts: Parts) -> fx.GraphModule:
+    """The stages of backward in one graph, to be read: gradients in the order in which they are made."""
+    graph = fx.Graph()
+    graph.set_codegen(BoxedCodeGen())
+    made: dict[str, fx.Node] = {}
+    constants: dict[str, Any] = {}
+    own = {node.name for s in parts.stages for node in s.module.graph.nodes if node.op == _CALL}
+    for name in dict.fromkeys(name for stage in parts.stages for name in stage.inputs):
+        if name not in own:
+            made[name] = graph.placeholder(name)
+    gradients: list[fx.Node] = []
+    for stage in parts.stages:
+        for node in stage.module.graph.nodes:
+            if node.op == "placeholder":
+                if node.name not in own:
+                    made[node.name].meta = dict(node.meta)
+            elif node.op != "output" and node.name not in made:
+                made[node.name] = graph.node_copy(node, lambda n: made[n.name])
+                if node.op == "get_attr":
+                    constants[str(node.target)] = getattr(stage.module, str(node.target))
+        outputs: Any = stage.module.graph.output_node().args[0]
+        gradients += [made[node.name] for node in outputs[: len(stage.gradients)]]
+    graph.output(tuple(gradients))
+    return fx.GraphModule(constants, graph)
+
+
+_CALL = "call_function"
 
 
 def _reads(nodes: Sequence[fx.Node]) -> list[str]:
@@ -158,7 +182,4 @@ def _module(
                 made[operand.name] = graph.node_copy(operand)
         made[node.name] = graph.node_copy(node, lambda n: made[n.name])
     graph.output(tuple(None if node is None else made[node.name] for node in outputs))
-    module = fx.GraphModule(joint, graph)
-    module.graph.set_codegen(BoxedCodeGen())
-    module.recompile()
-    return module
+    return fx.GraphModule(joint, graph)

@@ -1,0 +1,1 @@
+from api.eager_run import *

@@ -1,0 +1,1 @@
+from passes.graph_data import *

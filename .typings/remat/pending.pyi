@@ -1,0 +1,1 @@
+from api.pending import *
