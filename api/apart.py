@@ -46,7 +46,6 @@ class Apart(torch.autograd.Function):
         return returned
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         """Gradients of `alone`, by eager."""
         frame: Frame = ctx.frame

@@ -153,7 +153,8 @@ def _again(step: Step, plan: Plan, clock: Clock) -> Planned:
     if found is None:
         raise VerifyError("it is no plan of this step")
     emitted = step.emit(found.prepared, found.index, found.least.schedule, step.others)
-    if _as_stored(step, plan, emitted) != plan or plan.peak_bytes > step.request.budget:
+    stored = _as_stored(step, plan, emitted)
+    if _placeless(stored) != _placeless(plan) or plan.peak_bytes > step.request.budget:
         raise VerifyError("its program is not the one that was planned")
     planned = runnable(step, plan, emitted, clock.seconds)
     if planned.domain.text() != plan.domain:
@@ -189,6 +190,15 @@ def _as_stored(step: Step, plan: Plan, emitted: Emitted) -> Plan:
         reused=overwriting_ops(emitted),
         unmeasured=step.prepared.unmeasured,
     )
+
+
+def _placeless(plan: Plan) -> Plan:
+    """The plan without source lines, which change with comments above them."""
+    saved, recomputed = (
+        tuple(replace(tensor, source="") for tensor in tensors)
+        for tensors in (plan.saved, plan.recomputed)
+    )
+    return replace(plan, saved=saved, recomputed=recomputed)
 
 
 def _eager_again(step: Step, plan: Plan, trace: Trace, clock: Clock) -> Planned:

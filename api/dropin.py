@@ -203,6 +203,7 @@ class Remat:
         self.kept.add(family, family.key(take_tensors(call)[0], resident), entry)
         self.entry = entry
         self.stats.plans += 1
+        self.stats.found += entry.planned.from_file
         self._unverified = entry if self.options.verify else None
         optimizer = entry.planned.request.optimizer
         self.stepping.assumed = None if optimizer is SHARDED else traits(optimizer.instance)

@@ -14,7 +14,6 @@ from remat.ir.checkpoints import run_once
 from remat.ir.structure import put_tensors, take_tensors
 
 _DEVICES = ("cpu", "cuda")
-"""In the order of `Guard.autocast`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +86,20 @@ def eager_forward(
     return after, take_tensors(output)[0]
 
 
+def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
+    """What autocast casts to on each kind of device; None where it is off."""
+    return tuple(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        for device in _DEVICES
+    )
+
+
 @contextlib.contextmanager
 def autocast(dtypes: Sequence[torch.dtype | None], *, cached: bool) -> Iterator[None]:
     """Autocast as it was.
 
     Args:
-        dtypes: `Guard.autocast`.
+        dtypes: from `autocast_dtypes`.
         cached: casts are kept.
     """
     with contextlib.ExitStack() as stack:

@@ -19,11 +19,11 @@ from remat.ir import UnsupportedGraphError
 from remat.ir._torch import tensor_check
 from remat.ir.structure import take_tensors
 
+from .eager_run import autocast_dtypes
 from .module_state import ModuleState, module_state
 from .outside import Outside, Remedy
 from .program import Interface
 
-_DEVICES = ("cpu", "cuda")
 _PLAIN = (bool, int, float, str)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 State = list[torch.Tensor]
@@ -150,13 +150,6 @@ def _text(described: tuple[Any, ...]) -> str:
     )
 
 
-def _autocast() -> tuple[Any, ...]:
-    return tuple(
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        for device in _DEVICES
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Guard:
     """Conditions under which one plan is valid."""
@@ -191,7 +184,7 @@ class Guard:
             return found
         if change := self.state.change():
             return change
-        if _autocast() != self.autocast:
+        if autocast_dtypes() != self.autocast:
             return Outside("autocast is on or off, unlike when it was planned", Remedy.PLAN)
         try:
             state = [holder[key] for holder, key in self.places]
@@ -304,7 +297,7 @@ def make_guard(
         alike=tensor_check(state),
         needs=tuple(tensor.requires_grad for tensor in state),
         state=module_state(module),
-        autocast=_autocast(),
+        autocast=autocast_dtypes(),
         updates=interface.updates_arguments,
         updates_state=interface.updates_state,
     )

@@ -45,6 +45,7 @@ _PURE = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+_SUBMODULE = "submodule"
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 Place = tuple[Mapping[str, Any], str]
 
@@ -69,6 +70,9 @@ class Watched:
                 return Outside(f"{self.what} {self._name(key)} has been removed")
             if found := _changed(self._name(key), self.table[key], was):
                 return found
+        if self.what == _SUBMODULE and list(self.table) != list(self.values):
+            changed = "added" if len(self.table) > len(self.values) else "put in another order"
+            return Outside(f"submodules of {self.path or 'the model'} are {changed}", Remedy.PLAN)
         for key in self.table:
             if key not in self.values and key not in self.ignored:
                 return Outside(f"{self.what} {self._name(key)} has been added", Remedy.PLAN)
@@ -145,7 +149,7 @@ def module_state(model: nn.Module) -> ModuleState:
     for path, module in modules.items():
         watched.append(_attributes(path, module, root=module is model))
         if children := vars(module)["_modules"]:
-            watched.append(Watched(path, children, "submodule", frozenset(), dict(children)))
+            watched.append(Watched(path, children, _SUBMODULE, frozenset(), dict(children)))
     tables = [vars(module)[kind] for module in modules.values() for kind in _REGISTRIES[:2]]
     hooks = [vars(m)[kind] for m in modules.values() if m is not model for kind in _HOOKS]
     registries = [vars(module)[kind] for module in modules.values() for kind in _REGISTRIES]

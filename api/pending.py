@@ -106,7 +106,18 @@ class Frame:
 
         Args:
             anew: this is the first node of it. There may be something left over if another has failed.
+
+        Raises:
+            RuntimeError: its gradients are to be differentiated again.
         """
+        if (
+            torch.is_grad_enabled()
+        ):  # which a plan would do without a word: as if they were constants
+            self.finish()
+            raise RuntimeError(
+                "remat: a planned step cannot be differentiated twice (create_graph=True). Run such steps "
+                "without the plan: model.remat.disable() before their forward, enable() after backward."
+            )
         if anew:
             self.clear()
         self.keep = keeps_graph()

@@ -9,7 +9,7 @@ gradients of its parameters. So gradients are accumulated, and hooks fire, while
 All that backward needs is saved the way autograd saves it (`save_for_backward`), so its promises hold:
 a tensor that backward needs and that was changed in place since forward raises, a second backward
 raises unless the first one kept the graph, and saved-tensor hooks see what is saved. An output without
-a gradient gives None to the parameters that only it depends on; double backward raises.
+a gradient gives None to the parameters that only it depends on; `create_graph=True` raises.
 
 A gradient of an output that the plan was not made for: the entry has eager compute all gradients (`rerun`),
 and the stages deliver those.
@@ -150,7 +150,6 @@ class _Entry(torch.autograd.Function):
         return (*[outputs[i] for i in which], *link)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         frame: Frame = ctx.frame
         tensors = ctx.saved_tensors
@@ -214,7 +213,6 @@ class _Stage(torch.autograd.Function):
         return torch.empty(0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, token: torch.Tensor) -> tuple[Any, ...]:
         frame: Frame = ctx.frame
         parts = frame.program.parts

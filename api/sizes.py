@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from remat.ir import GuardError, Trace
+from remat.ir import GuardError, Trace, UnsupportedGraphError, VerifyError
 from remat.ir._torch import FakeTensorMode
 from remat.ir.domain import Sizes, bound, find_domain
 from remat.ir.fake import Dynamic, sizes_of
@@ -86,7 +86,7 @@ def prepared_for(request: Request, known: Sequence[Planned]) -> Prepared | None:
     wanted = request.protocol.gradient_outputs  # a capture is for these
     known = [planned for planned in known if planned.request.protocol.gradient_outputs == wanted]
     if not request.dynamic:
-        return known[0].prepared if known else None
+        return _prepared_of(known[0]) if known else None
     tensors, _ = take_tensors((request.args, dict(request.kwargs)))
     sizes = request.sizes
     for planned in known:
@@ -101,6 +101,14 @@ def prepared_for(request: Request, known: Sequence[Planned]) -> Prepared | None:
         if not _layout(prepared, tensors, sizes):
             return resized(prepared, sizes)
     return None
+
+
+def _prepared_of(planned: Planned) -> Prepared | None:
+    """The captured step; None if it was not captured so far and is another one by now."""
+    try:
+        return planned.prepared
+    except (VerifyError, UnsupportedGraphError):
+        return None
 
 
 def _layout(prepared: Prepared, tensors: Sequence[torch.Tensor], sizes: Sizes) -> str:

@@ -13,16 +13,20 @@ Not kept: plans with dynamic sizes, for a device that is not at hand, with an op
 or made together with other ranks. Those are found by their captured graphs (`cache`).
 """
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from remat.ir import VerifyError
@@ -34,7 +38,8 @@ from remat.passes import Parts, Plan, Stage
 from remat.passes.graph_data import graph_data, graph_of
 
 from .cache import details_of, keep_file, report_stale, trace_data, trace_of
-from .planned import Clock, Planned, accumulated
+from .eager_run import autocast, autocast_dtypes
+from .planned import Clock, Details, Planned, accumulated
 from .program import Interface, Program, program_of
 from .request import Request
 
@@ -62,12 +67,14 @@ def start_of(request: Request) -> Start | None:
     optimizer = _optimizer(request)
     if absent or optimizer is None:
         return None
+    wanted = request.protocol.gradient_outputs
     recording = record_step(
         request.module,
         request.forward,
         request.args,
         request.kwargs,
-        gradient_outputs=request.protocol.gradient_outputs,
+        # Which ones the loss uses is for the capture to find out.
+        gradient_outputs="all" if request.loss_fn and wanted == "auto" else wanted,
         loss_fn=request.loss_fn,
     )
     if recording is None:
@@ -77,7 +84,7 @@ def start_of(request: Request) -> Start | None:
         version("remat"),
         recording.digest,
         (request.budget, request.protocol, request.cost_model, request.limits, request.patterns),
-        optimizer,
+        (optimizer, request.loss_fn is not None),
     )
     name = f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.program"
     return Start(request, recording, request.cache_dir, name)
@@ -131,17 +138,16 @@ def keep_start(start: Start, planned: Planned) -> None:
     """Keep a plan with its program; that this fails is reported, and no more."""
     interface = planned.interface
     try:
-        program = _program_data(planned.program) if planned.program else None
-    except TypeError:  # a graph holds what data cannot
+        body = json.dumps(
+            {
+                "plan": json.loads(planned.plan.to_json()),
+                "trace": trace_data(planned.trace),
+                "updates": [interface.updates_state, interface.updates_arguments],
+                "program": _program_data(planned.program) if planned.program else None,
+            }
+        )
+    except Exception:  # whatever a graph may hold that data cannot: the next start captures
         return
-    body = json.dumps(
-        {
-            "plan": json.loads(planned.plan.to_json()),
-            "trace": trace_data(planned.trace),
-            "updates": [interface.updates_state, interface.updates_arguments],
-            "program": program,
-        }
-    )
     header = json.dumps(_header(start, body))
     keep_file(start.folder / start.name, f"{header}\n{body}")
 
@@ -172,9 +178,37 @@ def _planned(start: Start, data: Mapping[str, Any], clock: Clock) -> Planned:
         clock.seconds,
         accumulated(request),
         Domain({}, {}, ()),
-        functools.cache(lambda: details_of(request, plan)),
+        functools.cache(partial(_details, request, plan, as_now(request.module))),
         from_file=True,
     )
+
+
+def _details(
+    request: Request, plan: Plan, as_then: Callable[[], AbstractContextManager[None]]
+) -> Details:
+    with as_then():
+        return details_of(request, plan)
+
+
+def as_now(module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """A context in which modes and autocast are as they are now."""
+    modes = {child: child.training for child in module.modules()}
+    dtypes = autocast_dtypes()
+    cached = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def as_then() -> Iterator[None]:
+        others = {child: child.training for child in modes}
+        try:
+            for child, training in modes.items():
+                child.training = training
+            with autocast(dtypes, cached=cached):
+                yield
+        finally:
+            for child, training in others.items():
+                child.training = training
+
+    return as_then
 
 
 def _program_data(program: Program) -> dict[str, Any]:

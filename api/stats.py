@@ -14,6 +14,8 @@ class Stats:
     """Training calls that ran the original forward without a plan, by reason."""
     plans: int = 0
     """Plans that were made."""
+    found: int = 0
+    """Those of them that were found in the cache."""
     replanned: Counter[str] = field(default_factory=Counter)
     """Those of them that were made because a call, or its backward, had changed, by what was other."""
     failed: str = ""

@@ -75,8 +75,9 @@ def _module(found: "Found", launched: "Launched") -> list[str]:
     lines.append(f"  measured   {_measured(found, launched)}")
     lines.append(f"  counted    optimizer {plan.optimizer}; loss {plan.loss}" + _other(found))
     fallbacks = sum(stats.fallbacks.values())
+    cached = f", {stats.found} of them found in the cache" if stats.found else ""
     lines.append(
-        f"  calls      {stats.planned} planned, {fallbacks} not; {stats.plans} plans made"
+        f"  calls      {stats.planned} planned, {fallbacks} not; {stats.plans} plans made{cached}"
     )
     lines += [f"    {n} x original forward, no cap: {why}" for why, n in stats.fallbacks.items()]
     lines += [f"    another plan: {why}" for why in stats.replanned]

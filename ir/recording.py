@@ -1,57 +1,57 @@
-"""What a training step computes, recorded by one run of its forward on fakes: enough to know it again.
+"""What a training step computes, recorded by one run of it on fakes: enough to know it again.
 
-A captured step is known by its graph. To capture takes seconds; to run the forward on fake tensors once
-takes tenths of one. The *recording* of a step is the text of all that determines what would be captured:
-    (1) every op that reaches the dispatcher below autograd, in order: its arguments, and which earlier
-        tensors they are; sizes, strides, types and devices of its results; whether gradients were on;
+A captured step is known by its graph, and to capture takes seconds. To run forward and backward on fake
+tensors once takes a fraction. The *recording* of a step is the text of all that determines what would be
+captured:
+    (1) every op of forward and backward that reaches the dispatcher below autograd, in order: its arguments,
+        and which earlier tensors they are; sizes, strides, types and devices of its results; whether
+        gradients were on, and whether tensors that autograd saves were given to hooks;
     (2) the autograd graph of the outputs that receive a gradient: its nodes in the order in which they
-        were made, and their edges. With (1) it determines every op of backward, whose formulas are torch's;
-        If part of backward is Python's (a custom `autograd.Function`, a hook on a tensor), backward runs
-        on fakes, too, and its ops are recorded;
-    (3) names, classes and tensors of all modules, and the source files of these classes;
-    (4) the content of tensors that are no input (constants are part of a graph), and what is on or off in
-        torch that kernels depend on.
-The ops of a forward are found by running it, so settings, branches and patched functions need no watching.
+        were made, and their edges; and which tensor is the gradient of which input;
+    (3) names, classes and tensors of all modules, which tensors share memory, and the source files of
+        the classes;
+    (4) the content of constants that the forward makes (they are part of a graph), and what is on or off
+        in torch that kernels depend on.
+The ops are found by running them, so settings, branches, hooks, custom functions and patched code need no
+watching.
 
-None, so that the step has to be captured, if it does not run on fakes, or a tensor that is no input is large.
-
-Not noticed: a hook on a node of autograd (`grad_fn.register_hook`) that is there in one process only, and
-is not put there by a file of (3).
+None, so that the step has to be captured, if it does not run on fakes, or reads a tensor with data that it
+has not made itself: that may be another one at the next call.
 """
 
-import contextlib
 import hashlib
 import inspect
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 
 from ._torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
     compiling_state,
+    saved_tensors_hooks,
 )
 from .checkpoints import run_once
 from .fake import fake_tensors
-from .functional import FakeState, Functional, fake_state, untouched
+from .functional import FakeState, Functional, fake_state, named_tensors, untouched
 from .lazy_hooks import install_lazy_hooks
 from .refusals import refuse_hidden_tensors, refuse_module
 from .structure import put_tensors, take_tensors
 
 LARGE = 2**20
-"""Elements of a tensor that is no input, from which on a step is not recorded."""
+"""Elements of a constant, from which on a step is not recorded."""
 
 
 _DEVICE = torch.ops.prim.device.default
+_MADE = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""Ops that take a tensor that has just been made of numbers."""
 
 
 class _UnrecordedError(Exception):
@@ -118,30 +118,24 @@ def _recorded(
     record = _Record()
     inputs = [*state.parameters, *state.buffers, *arguments]
     record.lines += [f"{record.new(tensor)} {tensor.requires_grad}" for tensor in inputs]
-    with (
-        run_once() as checkpoints,
-        compiling_state(),
-        torch.enable_grad(),
-        _noted_hooks() as hooks,
-        mode,
-        record,
-    ):
+    with run_once() as checkpoints, compiling_state(), torch.enable_grad(), mode, record:
         outputs = functional(*arguments)
         assert functional.output is not None
         output_pattern, *which = functional.output
-        record.lines.append(f"outputs {[record.token(tensor) for tensor in outputs]} {which}")
+        record.lines.append(f"outputs {record.token(outputs)} {which}")
         if loss_fn is not None:
             outputs = [loss_fn(put_tensors(output_pattern, outputs))]
         outputs = [tensor for tensor in outputs if tensor.requires_grad]
-        nodes = _nodes_behind(outputs)
-        if hooks or any(isinstance(node, BackwardCFunction) for node in nodes.values()):
-            sources = [tensor for tensor in inputs if tensor.requires_grad]
-            ones = [torch.ones_like(tensor) for tensor in outputs]
-            torch.autograd.grad(outputs, sources, ones, retain_graph=True, allow_unused=True)
+        record.lines += _autograd_graph(outputs, inputs)
+        sources = [tensor for tensor in inputs if tensor.requires_grad]
+        ones = [torch.ones_like(tensor) for tensor in outputs]
+        gradients = torch.autograd.grad(outputs, sources, ones, allow_unused=True)
+        record.lines.append(f"gradients {record.token(gradients)} {bool(checkpoints)}")
     refuse_hidden_tensors(output_pattern, "output")
-    record.lines += _autograd_graph(outputs, nodes, inputs)
-    lines = [*_of_torch(), *_of_modules(module, forward, state), *record.lines]
-    lines += [_content(tensor) for tensor in record.constants]
+    parameters, buffers = named_tensors(module)
+    real = [*parameters.values(), *buffers.values(), *tensors]
+    lines = [*_of_torch(real), _shared(real), *_of_modules(module, forward, state), *record.lines]
+    lines += map(_content, record.constants)
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     return Recording(
         digest, state.parameter_names, state.buffer_names, output_pattern, bool(checkpoints)
@@ -155,7 +149,6 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.lines: list[str] = []
         self.constants: list[torch.Tensor] = []
-        """Tensors with data that ops have read."""
         self._numbers: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []
         """All tensors, so that no two have one id."""
@@ -169,32 +162,34 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # most of all, and no op
             return args[0].fake_device
+        if func in _MADE and not isinstance(args[0], FakeTensor):
+            self.constants.append(args[0])
+            self.new(args[0])
         before = f"{func} {self.token(args)} {self.token(kwargs or {})}"
         made = func(*args, **(kwargs or {}))
-        self.lines.append(f"{before} {self.token(made)} {torch.is_grad_enabled()}")
+        on = torch.is_grad_enabled(), saved_tensors_hooks(True) is not None
+        self.lines.append(f"{before} {self.token(made)} {on}")
         return made
 
     def new(self, tensor: torch.Tensor) -> str:
         """Number a tensor, and describe it."""
         self._numbers[id(tensor)] = len(self._kept)
         self._kept.append(tensor)
-        if isinstance(tensor, FakeTensor):
-            device = tensor.fake_device
-        else:
-            device = tensor.device
-            self.constants.append(tensor)
+        device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         shape, stride = tuple(tensor.shape), tensor.stride()
-        return f"{len(self._kept)}:{tensor.dtype}{shape}{stride}{device}"
+        return f"%{len(self._kept)}:{tensor.dtype}{shape}{stride}{device}"
 
     def token(self, value: object) -> str:
         """The text of an argument or a result."""
         if isinstance(value, torch.Tensor):
             known = self._numbers.get(id(value))
-            return self.new(value) if known is None else str(known)
+            if known is None and not isinstance(value, FakeTensor):
+                raise _UnrecordedError
+            return self.new(value) if known is None else f"%{known}"
         if isinstance(value, list | tuple):
-            return f"[{' '.join(map(self.token, value))}]"
+            return f"[{', '.join(map(self.token, value))}]"
         if isinstance(value, dict):
-            return f"{{{' '.join(f'{k}={self.token(v)}' for k, v in value.items())}}}"
+            return f"{{{', '.join(f'{k!r}: {self.token(v)}' for k, v in value.items())}}}"
         if value is None or isinstance(value, _PLAIN):
             return repr(value)
         raise _UnrecordedError
@@ -214,8 +209,8 @@ _PLAIN = (
 )
 
 
-def _nodes_behind(outputs: Sequence[torch.Tensor]) -> dict[int, Any]:
-    """Nodes of autograd, by their ids."""
+def _nodes_behind(outputs: Sequence[torch.Tensor]) -> list[Any]:
+    """Nodes of autograd."""
     found: dict[int, Any] = {}
     waiting: list[Any] = [torch.autograd.graph.get_gradient_edge(t).node for t in outputs]
     while waiting:
@@ -223,18 +218,17 @@ def _nodes_behind(outputs: Sequence[torch.Tensor]) -> dict[int, Any]:
         if id(node) not in found:
             found[id(node)] = node
             waiting += [following for following, _ in node.next_functions if following is not None]
-    return found
+    return list(found.values())
 
 
-def _autograd_graph(
-    outputs: Sequence[torch.Tensor], nodes: Mapping[int, Any], inputs: Sequence[torch.Tensor]
-) -> list[str]:
+def _autograd_graph(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[str]:
     """The nodes behind the outputs, in the order in which they were made, with their edges."""
     leaf = {id(tensor): i for i, tensor in enumerate(inputs)}
-    made = [node for node in nodes.values() if not hasattr(node, "variable")]
+    nodes = _nodes_behind(outputs)
+    made = [node for node in nodes if not hasattr(node, "variable")]
     made.sort(key=lambda node: node._sequence_nr())
     names = {id(node): str(i) for i, node in enumerate(made)}
-    for node in nodes.values():
+    for node in nodes:
         if hasattr(node, "variable"):
             names[id(node)] = f"input {leaf[id(node.variable)]}"
     lines = [
@@ -245,43 +239,44 @@ def _autograd_graph(
     return [*lines, f"from {[(names[id(edge.node)], edge.output_nr) for edge in edges]}"]
 
 
-@contextlib.contextmanager
-def _noted_hooks() -> Iterator[list[object]]:
-    """Yields a list that gets every hook that is put on a tensor."""
-    hooks: list[object] = []
-
-    def noting(register: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(self: torch.Tensor, hook: object, *args: Any, **kwargs: Any) -> Any:
-            hooks.append(hook)
-            return register(self, hook, *args, **kwargs)
-
-        return noted
-
-    with contextlib.ExitStack() as stack:
-        for name in ("register_hook", "register_post_accumulate_grad_hook"):
-            patched = noting(getattr(torch.Tensor, name))
-            stack.enter_context(mock.patch.object(torch.Tensor, name, patched))
-        yield hooks
-
-
-def _of_torch() -> list[str]:
+def _of_torch(tensors: Sequence[torch.Tensor]) -> list[str]:
     """What is on or off in torch and decides which kernels run, and what they take."""
-    devices = range(torch.cuda.device_count())
+    backends, matmul = torch.backends, torch.backends.cuda.matmul
+    devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
     flags = (
         torch.__version__,
         platform.python_version(),
-        torch.backends.cpu.get_cpu_capability(),
+        backends.cpu.get_cpu_capability(),
         torch.get_num_threads(),
-        [str(torch.cuda.get_device_properties(i)) for i in devices],
+        [_of_gpu(device) for device in devices],
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
-        (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark),
-        (torch.backends.cudnn.deterministic, torch.backends.mkldnn.enabled),
+        (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
+        (backends.cudnn.allow_tf32, matmul.allow_tf32, backends.mkldnn.enabled),
+        (
+            matmul.allow_fp16_reduced_precision_reduction,
+            matmul.allow_bf16_reduced_precision_reduction,
+        ),
         [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
         torch.is_autocast_cache_enabled(),
         [(k, v) for k, v in sorted(os.environ.items()) if k.startswith(_SETTINGS)],
     )
     return [repr(flags)]
+
+
+def _of_gpu(device: torch.device) -> object:
+    found = torch.cuda.get_device_properties(device)
+    return found.name, found.major, found.minor, found.total_memory, found.multi_processor_count
+
+
+def _shared(tensors: Sequence[torch.Tensor]) -> str:
+    """Which tensors share memory, and from where on in it."""
+    first: dict[int, int] = {}
+    places = [
+        (first.setdefault(tensor.untyped_storage()._cdata, i), int(tensor.storage_offset()))
+        for i, tensor in enumerate(tensors)
+    ]
+    return f"shared {places}"
 
 
 _SETTINGS = ("PYTORCH_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32", "ONEDNN_", "MKL_", "OMP_", "TORCH_")

@@ -4,12 +4,15 @@ A row for each node: op, name, target, arguments. Values that JSON has are thems
 object with one key, which says what it is. Constants are kept with `torch.save`. What a graph has beside
 its code (fake values, source lines) is not kept.
 
+A file may be anybody's: only ops and the few ops that programs call are called, and only names become
+code.
+
 Not handled (`TypeError`): nodes that call modules or methods, attributes that are no tensors, symbolic sizes.
 """
 
 import base64
-import importlib
 import io
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +22,15 @@ from torch._ops import OpOverload
 
 from remat.ir._torch import BoxedCodeGen
 
+from .randomness import generator_state, repeat_random
+
 Data = dict[str, Any]
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "generator_state": generator_state,
+    "repeat_random": repeat_random,
+}
+"""What programs call beside ops."""
 
 
 def graph_data(module: fx.GraphModule) -> Data:
@@ -49,13 +60,17 @@ def graph_of(data: Data) -> fx.GraphModule:
     graph = fx.Graph()
     graph.set_codegen(BoxedCodeGen())
     nodes: dict[str, fx.Node] = {}
-    functions: dict[str, Any] = {}
+    ops: dict[str, Any] = {}
     for op, name, target, args, kwargs in data["rows"]:
+        if not name.isidentifier() or (isinstance(target, str) and not target.isidentifier()):
+            raise ValueError(f"{name} {target}")
+        if op == "call_function" and next(iter(target)) not in ("op", "function"):
+            raise ValueError(f"{target} is called")
         nodes[name] = graph.create_node(
             op,
-            _decoded(target, nodes, functions),
-            _decoded(args, nodes, functions),
-            _decoded(kwargs, nodes, functions),
+            _decoded(target, nodes, ops),
+            _decoded(args, nodes, ops),
+            _decoded(kwargs, nodes, ops),
             name,
         )
     constants = {name: _loaded(text) for name, text in data["constants"].items()}
@@ -83,58 +98,52 @@ def _encoded(value: object) -> Any:
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, OpOverload):
         return {"op": str(value)}
-    if callable(value) and _function(name := _name(value), {}) is value:
-        return {"function": name}
+    for name, function in _FUNCTIONS.items():
+        if value is function:
+            return {"function": name}
     raise TypeError(f"{type(value).__name__} {value}")
 
 
-def _decoded(value: Any, nodes: Mapping[str, fx.Node], functions: dict[str, Any]) -> Any:
+def _decoded(value: Any, nodes: Mapping[str, fx.Node], ops: dict[str, Any]) -> Any:
     if isinstance(value, list):
-        return [_decoded(item, nodes, functions) for item in value]
+        return [_decoded(item, nodes, ops) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, held),) = value.items()
     if kind == "node":
         return nodes[held]
     if kind == "dict":
-        return {key: _decoded(item, nodes, functions) for key, item in held.items()}
+        return {key: _decoded(item, nodes, ops) for key, item in held.items()}
     if kind in ("tuple", "slice"):
-        items = [_decoded(item, nodes, functions) for item in held]
+        items = [_decoded(item, nodes, ops) for item in held]
         return tuple(items) if kind == "tuple" else slice(*items)
     if kind == "complex":
         return complex(*held)
     if kind == "device":
         return torch.device(held)
     if kind == "torch":
-        return getattr(torch, held)
-    return _op(held, functions) if kind == "op" else _function(held, functions)
+        named = getattr(torch, held)
+        if not isinstance(named, torch.dtype | torch.layout | torch.memory_format):
+            raise ValueError(held)
+        return named
+    return _op(held, ops) if kind == "op" else _FUNCTIONS[held]
 
 
 def _op(name: str, known: dict[str, Any]) -> Any:
     if name not in known:
         namespace, packet, overload = name.rsplit(".", 2)
-        known[name] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    return known[name]
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}:{getattr(function, '__qualname__', '')}"
-
-
-def _function(name: str, known: dict[str, Any]) -> Any:
-    """A function by module and name; other modules than these are not imported for a file's sake."""
-    if name not in known:
-        module, _, qualified = name.partition(":")
-        ours = module.split(".")[0] in ("remat", "torch", "_operator", "math")
-        known[name] = getattr(importlib.import_module(module), qualified, None) if ours else None
+        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        if not isinstance(op, OpOverload):
+            raise ValueError(name)
+        known[name] = op
     return known[name]
 
 
 def _saved(value: object) -> str:
-    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+    if not isinstance(value, torch.Tensor) or type(value) is not torch.Tensor:
         raise TypeError(type(value).__name__)
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(value.clone(), buffer)  # of a view, all that it is a view of would be written
     return base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -78,13 +78,19 @@ OPTIONS = ("--measure", "--time-limit-s", 2)
 def test_an_own_loop_on_text_trains_under_its_budget(tmp_path: Path) -> None:
     script = SCRIPTS / "nanogpt.py"
     plain = start(sys.executable, script)
-    launched = start(*LAUNCH, "--budget", "6MB", *OPTIONS, "--report", tmp_path, script)
+    reports, kept = tmp_path / "reports", tmp_path / "plans"
+    launch = (*LAUNCH, "--budget", "6MB", *OPTIONS, "--cache-dir", kept)
+    launched = start(*launch, "--report", reports, script)
     check(plain, launched, steps=8)
     # The loss of the last step is a tensor that the loop holds beside the planned step.
     assert launched.bytes("measured") == launched.bytes("predicted") + 4
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
+    assert sorted(file.name for file in reports.iterdir()) == [
         *("GPT-0.html", "GPT-0.json", "GPT-0.txt")
     ]
+    again = start(*launch, script)
+    check(plain, again, steps=8)
+    assert "1 plans made, 1 of them found in the cache" in again.ours
+    assert again.ours.replace(", 1 of them found in the cache", "") == launched.ours
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Programs that are found without capturing: recordings, what is run, stale files, explanations."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +12,9 @@ import pytest
 import torch
 import zoo
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from modules import builders
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from twins import Step, least, make, record, same
 
@@ -20,6 +22,7 @@ import remat.planner
 from remat import optimize_checkpoints
 from remat.ir import capture as capturing
 from remat.ir.recording import record_step
+from remat.passes.graph_data import graph_data, graph_of
 
 ROWS = 64
 
@@ -189,79 +192,169 @@ def test_what_is_around_a_step_is_part_of_it() -> None:
 
 class Square(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.save_for_backward(x)
+        ctx.factor = factor
         return x * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        result: Tensor = 2 * ctx.saved_tensors[0] * gradient
-        return result
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:
+        result = ctx.factor * ctx.saved_tensors[0] * gradient
+        return (result if ctx.factor else None), None
 
 
-def custom(x: Tensor) -> Tensor:
-    result: Tensor = Square.apply(x)  # type: ignore[no-untyped-call]
-    return result
+class Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, swap: bool) -> Tensor:
+        ctx.swap = swap
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        both = gradient * 2, gradient * 3
+        return (*(both[::-1] if ctx.swap else both), None)
 
 
-def twice(gradient: Tensor) -> Tensor:
-    return gradient * 2
+class Pair(nn.Module):
+    """Two alike in all but `way`."""
 
+    gate: Tensor
+    shared: Tensor
 
-def thrice(gradient: Tensor) -> Tensor:
-    return gradient * 3
-
-
-def hooked(hook: Any) -> Any:
-    def function(x: Tensor) -> Tensor:
-        y = x * x
-        y.register_hook(hook)  # type: ignore[no-untyped-call]
-        return y
-
-    return function
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Any) -> None:
+    def __init__(self, kind: str, way: int) -> None:
         super().__init__()
+        self.kind, self.way = kind, way
         self.linear = nn.Linear(8, 8)
-        self.function = function
+        self.a, self.b = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+        self.register_buffer("gate", torch.full((8,), 5.0))
+        self.register_buffer("shared", self.gate[:] if kind == "shared" and way else self.gate + 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.function(self.linear(x)).tanh().sum()
+        h: Tensor = self.linear(x)
+        if self.kind == "number or tensor":  # the buffer's number among the tensors is 4
+            h = h * (4 if self.way else self.gate)
+        if self.kind == "function":
+            h = Square.apply(h, (2.0, 3.0)[self.way])  # type: ignore[no-untyped-call]
+        if self.kind == "function without a gradient":
+            h = h * Square.apply(self.a, (2.0, 0.0)[self.way])  # type: ignore[no-untyped-call]
+        if self.kind == "function that swaps":
+            h = h * Swap.apply(self.a, self.b, bool(self.way))  # type: ignore[no-untyped-call]
+        if self.kind == "hook of a tensor":
+            h.register_hook(lambda gradient: gradient * (2, 3)[self.way])  # type: ignore[no-untyped-call]
+        if self.kind == "hook of a node":
+            h = h.sin()
+            assert h.grad_fn is not None
+            h.grad_fn.register_hook(lambda given, _: (given[0] * (2, 3)[self.way],))
+        if self.kind == "shared":
+            self.gate.add_(1)
+            h = h * self.shared
+        result: Tensor = h.tanh().sum()
         return result
 
 
-def test_backward_in_python_is_recorded(
-    tmp_path: Path, no_capture: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    functions = (custom, hooked(twice), hooked(thrice), lambda x: x * x)
-    nets = [make(lambda function=function: Apply(function)) for function in functions]  # type: ignore[misc]
+KINDS = (
+    "number or tensor",
+    "function",
+    "function without a gradient",
+    "function that swaps",
+    "hook of a tensor",
+    "hook of a node",
+    "shared",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_difference_makes_another_recording(kind: str) -> None:
+    nets = [make(lambda way=way: Pair(kind, way)) for way in (0, 1, 0)]  # type: ignore[misc]
     digests = [digest(net) for net in nets]
-    assert len(set(digests)) == len(functions)
-    monkeypatch.setattr(Square, "backward", lambda ctx, gradient: gradient * 5)
-    assert digest(nets[0]) not in digests
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_backward_in_python_starts_again(tmp_path: Path, no_capture: Callable[[], None]) -> None:
+    def build() -> nn.Module:
+        return Pair("function", 1)
+
     for captured in (True, False):
-        model = planned(10**12, tmp_path, lambda: Apply(custom), recompute=("::aten.mul*",))
-        assert same(record(model, STEP_OF_ONE), record(nets[0], STEP_OF_ONE))
+        model = planned(10**12, tmp_path, build, recompute=("::aten.tanh*",))
+        assert same(record(model, STEP_OF_ONE), record(make(build), STEP_OF_ONE))
         assert model.remat.planned.from_file is not captured
-        nets[0] = make(lambda: Apply(custom))
         no_capture()
 
 
-TABLE = torch.arange(2.0**21)
+class Scaled(nn.Module):
+    """By a tensor that is neither parameter nor buffer, and may change between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(8, 8), torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = (self.linear(x) * self.factor).tanh().sum()
+        return result
 
 
-def test_what_a_recording_cannot_tell_is_captured(tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        return Apply(lambda x: x * TABLE[: x.shape[-1]])
-
-    net = make(build)
+def test_a_step_that_reads_a_tensor_of_its_own_is_captured(tmp_path: Path) -> None:
+    net = make(Scaled)
     assert record_step(net, net.forward, STEP.args, {}) is None
     for _ in range(2):
-        model = planned(10**12, tmp_path, build)
-        assert same(record(model, STEP_OF_ONE), record(make(build), STEP_OF_ONE))
+        model: Any = planned(10**12, tmp_path, Scaled, recompute=("::aten.tanh*",))
+        plain: Any = make(Scaled)
+        for one in (model, plain):
+            one.factor.mul_(0.5)
+        assert same(record(model, STEP_OF_ONE), record(plain, STEP_OF_ONE))
     assert not list(tmp_path.glob("*.program"))
+
+
+def test_what_explains_a_plan_is_made_in_the_mode_it_was_planned_in(tmp_path: Path) -> None:
+    def report() -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            model = planned(10**12, tmp_path, recompute=("::aten.sin*",))
+        model.eval()
+        found = model.remat.report().timeline
+        assert not any(module.training for module in model.modules())
+        return model.remat.planned.from_file, found
+
+    (first, timeline), (second, again) = report(), report()
+    assert (first, second) == (False, True)
+    assert timeline == again
+
+
+EVIL = (
+    ["call_function", "x", {"function": "os:system"}, {"tuple": ["true"]}, {"dict": {}}],
+    [
+        "call_function",
+        "x",
+        {"function": "torch.utils.collect_env:run"},
+        {"tuple": []},
+        {"dict": {}},
+    ],
+    ["call_function", "x", {"torch": "load"}, {"tuple": ["file"]}, {"dict": {}}],
+    ["call_function", "x", {"op": "aten.__class__.mro"}, {"tuple": []}, {"dict": {}}],
+    ["placeholder", "x", "x = __import__('os').system('true')", {"tuple": []}, {"dict": {}}],
+    ["placeholder", "x; print()", "x", {"tuple": []}, {"dict": {}}],
+)
+
+
+@pytest.mark.parametrize("row", EVIL)
+def test_a_file_cannot_have_anything_called_but_ops(row: list[Any]) -> None:
+    with pytest.raises((ValueError, KeyError, AttributeError)):
+        graph_of({"rows": [row], "constants": {}})
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.complex_numbers(),
+        lambda inner: (
+            st.lists(inner) | st.lists(inner).map(tuple) | st.builds(slice, inner, inner)
+        ),
+    )
+)
+def test_arguments_come_back_as_they_were(value: Any) -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.ops.aten.relu.default, (value,), {"key": value}))
+    again = graph_of(json.loads(json.dumps(graph_data(fx.GraphModule({}, graph)))))
+    call = next(iter(again.graph.nodes))
+    assert repr((call.args, call.kwargs)) == repr(((value,), {"key": value}))
 
 
 STEP_OF_ONE = Step(STEP.args, loss=lambda output: output)
