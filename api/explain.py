@@ -21,6 +21,7 @@ def explain(planned: Planned, stats: "Stats | None" = None) -> str:
     if stats is not None:
         lines.append(f"calls: {stats.planned} planned, {sum(stats.fallbacks.values())} fallbacks")
         lines += [f"  {count} x {reason}" for reason, count in stats.fallbacks.items()]
+        lines += [f"  {n} x eager's backward: {reason}" for reason, n in stats.uncapped.items()]
         lines += [f"  another plan: {reason}" for reason in stats.replanned]
     seconds = ", ".join(f"{part} {s:.1f}" for part, s in planned.seconds.items())
     source = ", found in the cache" if planned.from_file else ""

@@ -3,7 +3,7 @@
 Watched, of the model and all its submodules: attributes (plain ones, such as a dropout probability or a mode,
 by type and value; all others by identity), added attributes, submodules by identity, added submodules,
 parameters and buffers that are added or no longer None, names that share one, and hooks of submodules. The
-root's own hooks run outside the plan.
+root's own hooks run outside the plan. Globals that forwards read, too: see `global_state`.
 
 A dict has a version, which torch reads in C++ and which is another one whenever the dict has changed; so a
 call reads one number for each module, and looks into those whose number is another one.
@@ -20,6 +20,7 @@ from torch import nn
 
 from remat.ir._torch import dict_version
 
+from .global_state import globals_read
 from .outside import Outside, Remedy
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -45,7 +46,7 @@ _PURE = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-_SUBMODULE = "submodule"
+_SUBMODULE, _GLOBAL = "submodule", "global"
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 Place = tuple[Mapping[str, Any], str]
 
@@ -70,6 +71,8 @@ class Watched:
                 return Outside(f"{self.what} {self._name(key)} has been removed")
             if found := _changed(self._name(key), self.table[key], was):
                 return found
+        if self.what == _GLOBAL:
+            return None
         if self.what == _SUBMODULE and list(self.table) != list(self.values):
             changed = "added" if len(self.table) > len(self.values) else "put in another order"
             return Outside(f"submodules of {self.path or 'the model'} are {changed}", Remedy.PLAN)
@@ -150,6 +153,9 @@ def module_state(model: nn.Module) -> ModuleState:
         watched.append(_attributes(path, module, root=module is model))
         if children := vars(module)["_modules"]:
             watched.append(Watched(path, children, _SUBMODULE, frozenset(), dict(children)))
+    for table, values in globals_read(model).values():
+        name = str(table.get("__name__", ""))
+        watched.append(Watched(name, table, _GLOBAL, frozenset(), values))
     tables = [vars(module)[kind] for module in modules.values() for kind in _REGISTRIES[:2]]
     hooks = [vars(m)[kind] for m in modules.values() if m is not model for kind in _HOOKS]
     registries = [vars(module)[kind] for module in modules.values() for kind in _REGISTRIES]

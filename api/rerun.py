@@ -90,6 +90,7 @@ class Rerun:
 
         with running(), remat.original_runs(model):
             eager = self._run(model, guard, running)
+        remat.stats.uncapped[reason] += 1
         remat.warn("unplanned", _text(outputs), stacklevel=10)  # the line that calls backward
         return eager
 

@@ -12,6 +12,8 @@ class Stats:
     """Training calls that ran a plan (or the original forward, where the plan says so)."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Training calls that ran the original forward without a plan, by reason."""
+    uncapped: Counter[str] = field(default_factory=Counter)
+    """Backwards of planned calls that eager computed, without the cap, by reason."""
     plans: int = 0
     """Plans that were made."""
     found: int = 0

@@ -60,11 +60,12 @@ def _module(found: "Found", launched: "Launched") -> list[str]:
         head = f"{found.name}{by}: the budget is above eager's own peak, the step runs as it is"
     else:
         head = f"{found.name}{by}: trained under a plan, +{plan.overhead:.1%} time predicted"
-    if missed := sum(stats.fallbacks.values()):
-        head += f"; BUT {missed} OF {missed + stats.planned} CALLS HAD NO CAP"
+    fallbacks = sum(stats.fallbacks.values())
+    if missed := fallbacks + sum(stats.uncapped.values()):
+        head += f"; BUT {missed} OF {fallbacks + stats.planned} CALLS HAD NO CAP"
     over = found.peak is not None and (found.peak.bytes or 0) > plan.budget_bytes
     if over:
-        head += "; OVER THE BUDGET"
+        head += "; OVER THE BUDGET (what the script keeps, or a loss larger than a cross-entropy?)"
     lines = [head, f"  budget     {_bytes(plan.budget_bytes)}"]
     of_several = " of the plan with the largest" if stats.plans > 1 else ""
     lines.append(
@@ -74,12 +75,12 @@ def _module(found: "Found", launched: "Launched") -> list[str]:
     )
     lines.append(f"  measured   {_measured(found, launched)}")
     lines.append(f"  counted    optimizer {plan.optimizer}; loss {plan.loss}" + _other(found))
-    fallbacks = sum(stats.fallbacks.values())
     cached = f", {stats.found} of them found in the cache" if stats.found else ""
     lines.append(
         f"  calls      {stats.planned} planned, {fallbacks} not; {stats.plans} plans made{cached}"
     )
     lines += [f"    {n} x original forward, no cap: {why}" for why, n in stats.fallbacks.items()]
+    lines += [f"    {n} x eager's backward, no cap: {why}" for why, n in stats.uncapped.items()]
     lines += [f"    another plan: {why}" for why in stats.replanned]
     if found.early:
         lines.append(f"    {found.early} before an optimizer held its parameters: no cap")

@@ -18,6 +18,13 @@ QUICK: dict[str, Any] = {"time_limit_s": 1.0, "gap": 1.0, "recompute": ("::aten.
 ONE = torch.ones(1)
 
 
+BETA = 0.0
+
+
+def shifted(y: Tensor) -> Tensor:
+    return y + BETA
+
+
 class Net(nn.Module):
     flag = False
 
@@ -37,6 +44,9 @@ class Net(nn.Module):
         for i in range(6):
             self.register_buffer(f"table_{i}", torch.ones(1), persistent=False)
 
+    def helped(self, y: Tensor) -> Tensor:
+        return shifted(y)
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.act(self.a(x).tanh() * self.mask * self.alpha)
         y = y.to(self.dtype).float()
@@ -50,9 +60,18 @@ class Net(nn.Module):
             y = y + shift
         for layer in (*self.none, *([self.last] if self.last else [])):
             y = layer(y)
+        y = self.helped(y)
         y = self.layers(y) @ self.square + (1 if self.once is True else 2)
         result: Tensor = self.b(y).tanh().sum()
         return result
+
+
+def other_beta(model: Any) -> None:
+    globals()["BETA"] = 0.5
+
+
+def other_function(model: Any) -> None:
+    globals()["shifted"] = torch.cos
 
 
 def transposed(model: Any) -> None:
@@ -78,13 +97,19 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "submodule in a list that was empty": lambda m: m.none.append(nn.Tanh()),
     "submodule that is None": lambda m: setattr(m, "last", nn.Tanh()),
     "buffer of the same memory": transposed,
+    "global that a function reads": other_beta,
+    "global function": other_function,
     "one for True": lambda m: setattr(m, "once", 1),
 }
 
 
 @pytest.mark.filterwarnings("ignore:remat")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_is_noticed(change: Callable[[Any], Any]) -> None:
+def test_a_change_is_noticed(
+    change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "BETA", BETA)  # as they were, afterwards
+    monkeypatch.setitem(globals(), "shifted", shifted)
     torch.manual_seed(0)
     x = torch.randn(64, 16)
     plain: Any = Net()

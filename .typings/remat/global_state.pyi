@@ -1,0 +1,1 @@
+from api.global_state import *
