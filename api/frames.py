@@ -46,8 +46,8 @@ class Frames:
     def held(self, count: int, size: int) -> None:
         """Outputs are kept that the protocol says are dropped."""
         if (remat := self.remat()) is not None:
-            # 10 frames up is the line that calls backward.
-            remat.warn("held", held_text(count, size), stacklevel=10)
+            # 9 frames up is the line that calls backward.
+            remat.warn("held", held_text(count, size), stacklevel=9)
 
     def given(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Backward begins."""

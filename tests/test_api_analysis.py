@@ -108,7 +108,10 @@ def test_peaks_are_those_of_the_allocator(name: str, make: Optimizers) -> None:
         assert first.peak - first.resident == measured(case, make, sizes, first=True)
 
 
-@pytest.mark.parametrize(("name", "reserved"), [("gpt2", set()), ("mlp", BATCH_NORM)])
+@pytest.mark.parametrize(
+    ("name", "reserved"),
+    [pytest.param("gpt2", set(), marks=pytest.mark.slow), ("mlp", BATCH_NORM)],
+)
 def test_the_formula_is_the_exact_figure_in_its_domain(name: str, reserved: set[str]) -> None:
     case = zoo.build(name)
     report = analysed(case, ADAMW(case.model.parameters()))

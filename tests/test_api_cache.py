@@ -226,7 +226,13 @@ print(model.remat.planned.from_file, model.remat.plan.to_json().replace("\\n", "
 """
 
 
-@pytest.mark.parametrize("more", [[], ["forget"]], ids=["by its start", "by its graph"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], id="by its start"),
+        pytest.param(["forget"], id="by its graph", marks=pytest.mark.slow),
+    ],
+)
 def test_two_processes_that_write_at_once_leave_one_whole_file_for_a_third(
     more: list[str], budget: int, tmp_path: Path
 ) -> None:

@@ -366,7 +366,7 @@ def test_a_recording_leaves_everything_as_it_was() -> None:
     assert same(record(net, STEP), record(plain, STEP))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(builders(2), builders(2))
 def test_steps_with_one_recording_are_captured_alike(
     one: Callable[[], zoo.Case], other: Callable[[], zoo.Case]
@@ -415,6 +415,7 @@ print(digest(make(Net)))
 """
 
 
+@pytest.mark.slow  # test_api_cache has a like
 def test_recordings_are_the_same_in_every_process() -> None:
     def found(seed: str) -> str:
         command = [sys.executable, "-c", SCRIPT, str(Path(__file__).parent)]

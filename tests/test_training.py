@@ -60,7 +60,9 @@ def train_under_budgets(
 
 
 # One of each kind by default: these have a like in the list.
-LIKE_OTHERS = ("bert", "dlrm", "llama", "transformer", "unet2d", "vae", "vit", "whisper")
+LIKE_OTHERS = (
+    *("bert", "dlrm", "llama", "mixtral", "t5", "transformer", "unet2d", "vae", "vit", "whisper"),
+)
 
 
 @pytest.mark.parametrize(
