@@ -1,7 +1,6 @@
 """The original forward, run by eager on copies of all that it reads."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,8 @@ from torch import nn
 
 from remat.ir._torch import reparametrize
 from remat.ir.checkpoints import run_once
+from remat.ir.functional import registered_tensors
 from remat.ir.structure import put_tensors, take_tensors
-
-_DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +68,7 @@ def eager_forward(
     """
     count = len(names)
     copy_of = {id(t): copy for t, copy in zip(primals[:count], copies[:count], strict=True)}
-    slots = {
-        f"{path}.{key}".lstrip("."): copy_of[id(tensor)]
-        for path, child in model.named_modules()
-        for key, tensor in (*child._parameters.items(), *child._buffers.items())
-        if tensor is not None
-    }
+    slots = {name: copy_of[id(tensor)] for name, tensor in registered_tensors(model).items()}
     args, kwargs = put_tensors(pattern, copies[count:])
     with reparametrize(model, slots), run_once():
         output = forward(*args, **kwargs)
@@ -84,30 +77,3 @@ def eager_forward(
             for path, _, key in (name.rpartition(".") for name in names)
         ]
     return after, take_tensors(output)[0]
-
-
-def autocast_dtypes() -> tuple[torch.dtype | None, ...]:
-    """What autocast casts to on each kind of device; None where it is off."""
-    return tuple(
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        for device in _DEVICES
-    )
-
-
-@contextlib.contextmanager
-def autocast(dtypes: Sequence[torch.dtype | None], *, cached: bool) -> Iterator[None]:
-    """Autocast as it was.
-
-    Args:
-        dtypes: from `autocast_dtypes`.
-        cached: casts are kept.
-    """
-    with contextlib.ExitStack() as stack:
-        for device, dtype in zip(_DEVICES, dtypes, strict=True):
-            if dtype is not None or torch.is_autocast_enabled(device):
-                stack.enter_context(
-                    torch.autocast(
-                        device, dtype=dtype, enabled=dtype is not None, cache_enabled=cached
-                    )
-                )
-        yield

@@ -17,9 +17,9 @@ from torch import nn
 
 from remat.ir import UnsupportedGraphError
 from remat.ir._torch import tensor_check
+from remat.ir.autocast import autocast_dtypes
 from remat.ir.structure import take_tensors
 
-from .eager_run import autocast_dtypes
 from .module_state import ModuleState, module_state
 from .outside import Outside, Remedy
 from .program import Interface

@@ -46,7 +46,7 @@ _PURE = (
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-_SUBMODULE, _GLOBAL = "submodule", "global"
+_SUBMODULE = "submodule"
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 Place = tuple[Mapping[str, Any], str]
 
@@ -60,8 +60,8 @@ class Watched:
     table: dict[str, Any]
     what: str
     """An attribute or a submodule, in words."""
-    ignored: frozenset[str]
-    """Keys that are no state of the user's."""
+    ignored: frozenset[str] | None
+    """Keys that are no state of the user's; None: all others."""
     values: Mapping[str, Any]
 
     def change(self) -> Outside | None:
@@ -71,7 +71,7 @@ class Watched:
                 return Outside(f"{self.what} {self._name(key)} has been removed")
             if found := _changed(self._name(key), self.table[key], was):
                 return found
-        if self.what == _GLOBAL:
+        if self.ignored is None:
             return None
         if self.what == _SUBMODULE and list(self.table) != list(self.values):
             changed = "added" if len(self.table) > len(self.values) else "put in another order"
@@ -155,7 +155,7 @@ def module_state(model: nn.Module) -> ModuleState:
             watched.append(Watched(path, children, _SUBMODULE, frozenset(), dict(children)))
     for table, values in globals_read(model).values():
         name = str(table.get("__name__", ""))
-        watched.append(Watched(name, table, _GLOBAL, frozenset(), values))
+        watched.append(Watched(name, table, "global", None, values))
     tables = [vars(module)[kind] for module in modules.values() for kind in _REGISTRIES[:2]]
     hooks = [vars(m)[kind] for m in modules.values() if m is not model for kind in _HOOKS]
     registries = [vars(module)[kind] for module in modules.values() for kind in _REGISTRIES]

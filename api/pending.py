@@ -110,9 +110,7 @@ class Frame:
         Raises:
             RuntimeError: its gradients are to be differentiated again.
         """
-        if (
-            torch.is_grad_enabled()
-        ):  # which a plan would do without a word: as if they were constants
+        if torch.is_grad_enabled():  # eager could; a plan would take them for constants
             self.finish()
             raise RuntimeError(
                 "remat: a planned step cannot be differentiated twice (create_graph=True). Run such steps "

@@ -25,8 +25,9 @@ import torch
 from torch import nn
 
 from remat.ir import GuardError
+from remat.ir.autocast import autocast
 
-from .eager_run import Eager, autocast, eager_forward
+from .eager_run import Eager, eager_forward
 from .generators import generators, generators_at
 from .out_of_memory import out_of_memory_explained
 from .program import Program

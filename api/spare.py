@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from remat.ir.canonical import is_random
 from remat.passes import Parts
 
 
@@ -66,7 +67,7 @@ def spare_of(
         updated,
         tuple(i for i in updated if parts.primals[i] in behind_all),
         tuple(i for i in position.values() if i not in updated and i not in saved),
-        any(map(_is_random, parts.forward.graph.nodes)),
+        any(map(is_random, parts.forward.graph.nodes)),
     )
 
 
@@ -93,8 +94,3 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 _BATCH_NORM = torch.ops.aten._native_batch_norm_legit_functional.default
-
-
-def _is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags

@@ -14,13 +14,12 @@ or made together with other ranks. Those are found by their captured graphs (`ca
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from remat.ir import VerifyError
+from remat.ir.autocast import autocast, autocast_dtypes
 from remat.ir.domain import Domain
 from remat.ir.fake import is_fake
 from remat.ir.recording import Recording, record_step
@@ -38,7 +38,6 @@ from remat.passes import Parts, Plan, Stage
 from remat.passes.graph_data import graph_data, graph_of
 
 from .cache import details_of, keep_file, report_stale, trace_data, trace_of
-from .eager_run import autocast, autocast_dtypes
 from .planned import Clock, Details, Planned, accumulated
 from .program import Interface, Program, program_of
 from .request import Request
@@ -178,7 +177,7 @@ def _planned(start: Start, data: Mapping[str, Any], clock: Clock) -> Planned:
         clock.seconds,
         accumulated(request),
         Domain({}, {}, ()),
-        functools.cache(partial(_details, request, plan, as_now(request.module))),
+        cache(partial(_details, request, plan, as_now(request.module))),
         from_file=True,
     )
 

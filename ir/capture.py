@@ -235,8 +235,7 @@ def _capture(
     state = fake_state(module, mode)
     names = argument_names(forward, pattern, len(tensors))
     fakes, symbols = fake_tensors(mode, tensors, names, dynamic)
-    functional = Functional(module, forward, state, pattern)
-    functional.gradient_outputs = gradient_outputs
+    functional = Functional(module, forward, state, pattern, gradient_outputs)
     functional.train()
     with contextlib.ExitStack() as stack:
         # Without this, graph clean-up drops random ops whose results are unused, and shifts the stream.

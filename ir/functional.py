@@ -26,7 +26,12 @@ class Functional(nn.Module):
     """The user's module as a function of its tensors; does not own the module, so names stay ours."""
 
     def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], tensors: "FakeState", pattern: object
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        tensors: "FakeState",
+        pattern: object,
+        gradient_outputs: str | tuple[int, ...],
     ) -> None:
         """Make the function.
 
@@ -35,6 +40,7 @@ class Functional(nn.Module):
             forward: its forward, bound.
             tensors: fakes of its parameters and buffers.
             pattern: of the arguments; see `structure`.
+            gradient_outputs: see `choose_gradient_outputs`.
         """
         super().__init__()
         self.hidden = (module, forward)
@@ -43,7 +49,7 @@ class Functional(nn.Module):
             self.register_buffer(f"b{i}", buffer)
         self.names = tensors.names
         self.pattern = pattern
-        self.gradient_outputs: str | tuple[int, ...] = "auto"
+        self.gradient_outputs = gradient_outputs
         self.output: tuple[object, tuple[bool, ...], tuple[int, ...]] | None = None
         """Of the last run: pattern, which tensors require a gradient, and which receive one."""
 
@@ -119,18 +125,25 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str,
     return dict(module.named_parameters()), dict(module.named_buffers())
 
 
+def registered_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers, by the name of every place where one is registered.
+
+    Each place once: a submodule with two names is one, and to swap its tensors twice would lose what it held.
+    """
+    return {
+        f"{path}.{key}".lstrip("."): tensor
+        for path, child in module.named_modules()
+        for key, tensor in (*child._parameters.items(), *child._buffers.items())
+        if tensor is not None
+    }
+
+
 def fake_state(module: nn.Module, mode: FakeTensorMode) -> FakeState:
     """Fakes of all parameters and buffers; one fake for a tensor that has several names."""
     parameters, buffers = named_tensors(module)
     index = {id(p): ("p", i) for i, p in enumerate(parameters.values())}
     index |= {id(b): ("b", i) for i, b in enumerate(buffers.values())}
-    # Each slot once: a submodule with two names has one slot, and swapping it twice would lose what it held.
-    names = {
-        f"{prefix}.{key}".lstrip("."): index[id(tensor)]
-        for prefix, child in module.named_modules()
-        for key, tensor in (*child._parameters.items(), *child._buffers.items())
-        if tensor is not None
-    }
+    names = {name: index[id(tensor)] for name, tensor in registered_tensors(module).items()}
     fakes, _ = fake_tensors(mode, [*parameters.values(), *buffers.values()])
     count = len(parameters)
     wrapped = [

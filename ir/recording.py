@@ -38,6 +38,7 @@ from ._torch import (
     compiling_state,
     saved_tensors_hooks,
 )
+from .autocast import autocast_dtypes
 from .checkpoints import run_once
 from .fake import fake_tensors
 from .functional import FakeState, Functional, fake_state, named_tensors, untouched
@@ -47,8 +48,6 @@ from .structure import put_tensors, take_tensors
 
 LARGE = 2**20
 """Elements of a constant, from which on a step is not recorded."""
-
-
 _DEVICE = torch.ops.prim.device.default
 _MADE = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """Ops that take a tensor that has just been made of numbers."""
@@ -113,8 +112,7 @@ def _recorded(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = fake_state(module, mode)
     arguments, _ = fake_tensors(mode, tensors, [""] * len(tensors))
-    functional = Functional(module, forward, state, pattern)
-    functional.gradient_outputs = gradient_outputs
+    functional = Functional(module, forward, state, pattern, gradient_outputs)
     record = _Record()
     inputs = [*state.parameters, *state.buffers, *arguments]
     record.lines += [f"{record.new(tensor)} {tensor.requires_grad}" for tensor in inputs]
@@ -257,7 +255,7 @@ def _of_torch(tensors: Sequence[torch.Tensor]) -> list[str]:
             matmul.allow_fp16_reduced_precision_reduction,
             matmul.allow_bf16_reduced_precision_reduction,
         ),
-        [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
+        autocast_dtypes(),
         torch.is_autocast_cache_enabled(),
         [(k, v) for k, v in sorted(os.environ.items()) if k.startswith(_SETTINGS)],
     )

@@ -1,0 +1,1 @@
+from ir.autocast import *
